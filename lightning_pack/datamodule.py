@@ -1,0 +1,311 @@
+"""EnergonPackDataModule: packed rows from an Energon dataset, and their exact position in Lightning's checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import lcm
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
+from lightning_pack.energon import ExactLoader, PassLoader, StreamOptions, data_fingerprint, has_split, open_pass, open_stream
+from lightning_pack.energon.task_encoder import PackTaskEncoder
+from lightning_pack.parallel import ParallelLayout
+from lightning_pack.policy import PackingPolicy
+
+#: Version of the state in a checkpoint.
+STATE_VERSION = 1
+
+
+class ResumeError(ValueError):
+    """A checkpoint that cannot be continued exactly with the settings of this run."""
+
+
+class EnergonPackDataModule(pl.LightningDataModule):
+    """Packed rows from any Energon dataset or metadataset, continued bitwise from a checkpoint.
+
+    The training stream is endless and shuffled; an epoch is what ``limit_train_batches`` or ``max_steps`` say. Validation reads
+    the split ``val`` from its beginning every time. Batches are :class:`~lightning_pack.PackedBatch`.
+
+    Args:
+        path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
+        tokenizer: folder of a tokenizer, or a tokenizer; None takes the folder ``tokenizer`` inside ``path``.
+        packing: the packing rules. ``packing.multiple`` is raised to what ``parallel`` asks for.
+        num_workers: loader processes per rank; 0 loads in the main process.
+        parallel: how the model is spread over devices; the ranks left over are data parallel.
+        shuffle_buffer_size: samples a worker draws from at random before encoding; 0 keeps the order of reading.
+        max_samples_per_sequence: most samples read one after the other from a shard; None reads whole shards.
+        packs_per_batch: packs joined to one row.
+        seed: of the order in which samples are read.
+        val_path: another dataset to validate on; a single ``.jsonl`` file has no ``val`` split of its own.
+        prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use.
+        encoder: turns records into sources; None understands chats, prompt/completion pairs and plain text.
+
+    Raises:
+        ValueError: for settings that do not fit together (at once), or data that cannot be opened (in ``setup``).
+        ResumeError: in ``fit``, for a checkpoint that this run cannot continue exactly.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        packing: PackingPolicy = PackingPolicy(capacity=2048),  # noqa: B008 - frozen
+        num_workers: int = 2,
+        parallel: ParallelLayout = ParallelLayout(),  # noqa: B008 - frozen
+        shuffle_buffer_size: int = 256,
+        max_samples_per_sequence: int | None = 100,
+        packs_per_batch: int = 1,
+        seed: int = 0,
+        val_path: str | Path | None = None,
+        prepare: Literal["stdlib"] | None = None,
+        encoder: Encoder | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("num_workers", num_workers, 0),
+            ("shuffle_buffer_size", shuffle_buffer_size, 0),
+            ("max_samples_per_sequence", 1 if max_samples_per_sequence is None else max_samples_per_sequence, 1),
+            ("packs_per_batch", packs_per_batch, 1),
+            ("seed", seed, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+        if encoder is not None and tokenizer is not None:
+            raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
+        self.path = str(path)
+        self.val_path = None if val_path is None else str(val_path)
+        self.packing = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
+        self.parallel = parallel
+        self.num_workers = num_workers
+        self.packs_per_batch = packs_per_batch
+        self.seed = seed
+        self.shuffle_buffer_size = shuffle_buffer_size
+        self.max_samples_per_sequence = max_samples_per_sequence
+        self.prepare = prepare
+        self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
+        self._encoder = encoder
+        self._counts = _Counts()
+        self._train: ExactLoader | None = None
+        self._fingerprint: dict[str, Any] = {}
+        self._resumed = False
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; loaded on first use.
+
+        Raises:
+            ValueError: if there is none at the given folder.
+        """
+        if self._encoder is not None:
+            return self._encoder.tokenizer  # type: ignore[attr-defined]
+        if not isinstance(self._tokenizer_from, PreTrainedTokenizerBase):
+            self._tokenizer_from = load_tokenizer(self._tokenizer_from)
+        return self._tokenizer_from
+
+    @property
+    def encoder(self) -> Encoder:
+        """Record -> source."""
+        if self._encoder is None:
+            self._encoder = RecordEncoder(self.tokenizer)
+        return self._encoder
+
+    def prepare_data(self) -> None:
+        """Make the example dataset, once, where ``prepare`` asks for it."""
+        if self.prepare == "stdlib":
+            from lightning_pack.prepare import prepare_stdlib, prepared
+
+            if prepared(Path(self.path)) is None:
+                prepare_stdlib(Path(self.path))
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        # Workers are forked: a tokenizer's threads must not have been used before.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        rank, world_size = self._data_parallel()
+        task_encoder = PackTaskEncoder(self.encoder, policy=self.packing)
+        options = StreamOptions(
+            path=self.path,
+            rank=rank,
+            world_size=world_size,
+            num_workers=self.num_workers,
+            seed=self.seed,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            max_samples_per_sequence=self.max_samples_per_sequence,
+            packs_per_batch=self.packs_per_batch,
+        )
+        self._open_pass = partial(open_pass, encoder=task_encoder)
+        self._options = options
+        if stage in (None, "fit"):
+            self._stop()
+            self._counts = _Counts()
+            self._resumed = False
+            self._fingerprint = self._settings(world_size)
+            self._train = ExactLoader(partial(open_stream, options, task_encoder))
+            if self.trainer is not None:
+                self._uncount()
+                # First, so that a checkpoint callback sees the batch counted.
+                self.trainer.callbacks.insert(0, _CountTrained(self))  # type: ignore[attr-defined]
+
+    def _data_parallel(self) -> tuple[int, int]:
+        if self.trainer is not None:
+            return self.parallel.data_parallel(self.trainer.global_rank, world_size=self.trainer.world_size)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            return self.parallel.data_parallel(rank, world_size=size)
+        return 0, 1
+
+    def _settings(self, world_size: int) -> dict[str, Any]:
+        """Everything that decides which batches come, flat, under the names that people set."""
+        settings: dict[str, Any] = {f"packing.{name}": value for name, value in self.packing.fingerprint().items()}
+        settings |= {f"encoder.{name}": value for name, value in self.encoder.fingerprint().items()}
+        return settings | {
+            "data": data_fingerprint(self.path),
+            "data-parallel ranks": world_size,
+            "num_workers": self.num_workers,
+            "seed": self.seed,
+            "shuffle_buffer_size": self.shuffle_buffer_size,
+            "max_samples_per_sequence": self.max_samples_per_sequence,
+            "packs_per_batch": self.packs_per_batch,
+        }
+
+    def train_dataloader(self) -> ExactLoader:
+        """The endless stream of this rank, from the beginning or from the checkpoint.
+
+        Raises:
+            ResumeError: if ``fit`` was given a checkpoint that holds no position for this class.
+        """
+        trainer = self.trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            if trainer.overfit_batches:  # type: ignore[attr-defined]
+                raise ValueError(
+                    "overfit_batches repeats the same batches every epoch, which an endless stream cannot: use "
+                    "limit_train_batches, or a dataset of a few samples"
+                )
+            if trainer.ckpt_path is not None and not self._resumed:
+                raise ResumeError(
+                    f"the checkpoint {trainer.ckpt_path!r} holds no position in the data for {type(self).__qualname__}: it was "
+                    "saved by another datamodule. Start a new run from its weights instead of resuming it"
+                )
+        if self._train is None:
+            raise RuntimeError("call setup('fit') before train_dataloader()")
+        return self._train
+
+    def val_dataloader(self) -> PassLoader | list[Any]:
+        """The split ``val``, read anew at every iteration; nothing where the data has none."""
+        return self._pass("val")
+
+    def test_dataloader(self) -> PassLoader | list[Any]:
+        """The split ``test``, read anew at every iteration."""
+        return self._pass("test")
+
+    def _pass(self, split: str) -> PassLoader | list[Any]:
+        path = self.val_path if split == "val" and self.val_path is not None else self.path
+        if self.val_path is not None and path.endswith(".jsonl"):
+            split = "train"
+        elif not has_split(path, split):
+            return []
+        return PassLoader(partial(self._open_pass, replace(self._options, path=path), split=split))
+
+    def teardown(self, stage: str) -> None:
+        """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
+        if stage == "fit":
+            self._stop()
+            self._uncount()
+
+    def _uncount(self) -> None:
+        if self.trainer is not None:
+            callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _CountTrained)]
+
+    def _stop(self) -> None:
+        if self._train is not None:
+            self._train.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of every data-parallel rank, and the settings it holds for. Collective: call it on every rank."""
+        if self._train is None:
+            return {}
+        mine = {"loader": self._train.state(), **self._counts.as_dict()}
+        ranks: list[Any] = [mine]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            everyone: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, mine)
+            ranks = everyone[:: self.parallel.model_parallel_size]
+        return {"version": STATE_VERSION, "settings": dict(self._fingerprint), "ranks": ranks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the position in a checkpoint. Only ``fit`` does; a pass over validation data starts at its beginning.
+
+        Raises:
+            ResumeError: naming each setting that differs, with both values.
+        """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._train is None:
+            raise RuntimeError("call setup('fit') before load_state_dict()")
+        self._refuse_other_settings(state_dict)
+        mine = state_dict["ranks"][self._options.rank]
+        self._counts = _Counts(**{name: mine[name] for name in _Counts.NAMES})
+        self._train.restore(mine["loader"])
+        self._resumed = True
+
+    def _refuse_other_settings(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise ResumeError(
+                f"the checkpoint's data position has version {state.get('version')}, this package reads version {STATE_VERSION}"
+            )
+        saved = state["settings"]
+        different = [
+            f"  {name}: {saved.get(name, 'not set')!r} in the checkpoint, {self._fingerprint.get(name, 'not set')!r} now"
+            for name in {**saved, **self._fingerprint}
+            if saved.get(name) != self._fingerprint.get(name)
+        ]
+        if different:
+            raise ResumeError(
+                "the run cannot continue exactly, because these settings decide which batches come:\n"
+                + "\n".join(different)
+                + "\nSet them back to resume, or start a new run from the checkpoint's weights."
+            )
+
+    def _count_trained(self) -> None:
+        assert self._train is not None
+        self._counts.add(self._train.trained())
+
+
+class _Counts:
+    """What a rank has trained on since the run began."""
+
+    NAMES = ("rows", "sources", "real_tokens", "left_out")
+
+    def __init__(self, *, rows: int = 0, sources: int = 0, real_tokens: int = 0, left_out: int = 0) -> None:
+        self.rows, self.sources, self.real_tokens, self.left_out = rows, sources, real_tokens, left_out
+
+    def add(self, batch: Any) -> None:
+        self.rows += 1
+        self.sources += len(batch.source_keys)
+        self.real_tokens += int(batch.cu_seqlens[-1])
+        self.left_out += len(batch.left_out)
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.NAMES}
+
+
+class _CountTrained(Callback):
+    """Tells the datamodule that a batch was trained."""
+
+    def __init__(self, datamodule: EnergonPackDataModule) -> None:
+        self._datamodule = datamodule
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._datamodule._count_trained()

@@ -1,0 +1,190 @@
+"""The way of a sample inside a loader worker: raw parts -> record -> source -> buffer -> pack -> row.
+
+Whatever is wrong with a sample ends here as a marker (:meth:`EncodedSource.dropped`), never as an exception: Energon answers an
+exception inside its select hook by dropping the whole buffer. The markers are ordinary sources of no length, so Energon's own
+restore keys carry them through every checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from megatron.energon import (
+    Cooker,
+    CrudeSample,
+    DefaultTaskEncoder,
+    Sample,
+    WorkerConfig,
+    basic_sample_keys,
+    edataclass,
+    stateless,
+)
+from megatron.energon.errors import SYSTEM_EXCEPTIONS
+from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
+from megatron.energon.wrappers import BatchDataset, PackingDataset
+
+from lightning_pack.encoders import Encoder, LeaveOut
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.row import EncodedSource, Pack, PackedBatch
+
+logger = logging.getLogger(__name__)
+
+
+@edataclass
+class RawSample(Sample):
+    """A crude sample as it was read: file extension -> content (bytes, or a JSON value that Energon parsed already)."""
+
+    parts: dict[str, Any]
+
+
+@stateless
+def cook(sample: CrudeSample) -> RawSample:
+    """Keep the parts as they are; what cannot be parsed must become a marker, so parsing comes later."""
+    parts = {name: value for name, value in sample.items() if not name.startswith("__")}
+    return RawSample(**basic_sample_keys(sample), parts=parts)
+
+
+def record_of(sample: Sample) -> Mapping[str, Any]:
+    """The record that an encoder understands.
+
+    A crude sample's ``json`` part, its ``txt`` part as ``{"text": ...}``, or the fields of any other Energon sample type.
+
+    Raises:
+        LeaveOut: as ``corrupt``, where the parts cannot be read.
+    """
+    if not isinstance(sample, RawSample):
+        names = (f.name for f in dataclasses.fields(sample) if not f.name.startswith("__"))
+        record = {name: getattr(sample, name) for name in names}
+        return {name: value.decode() if isinstance(value, bytes) else value for name, value in record.items()}
+    if "json" in sample.parts:
+        value = sample.parts["json"]
+        if isinstance(value, bytes | str):
+            value = json.loads(value)
+        if not isinstance(value, dict):
+            raise LeaveOut("corrupt", f"the JSON of a sample must be an object, this is a {type(value).__name__}")
+        return value
+    if "txt" in sample.parts:
+        return {"text": sample.parts["txt"].decode()}
+    raise LeaveOut("corrupt", f"a sample needs a .json or a .txt part, this has {sorted(sample.parts) or 'none'}")
+
+
+def _keep_bad_lines(dataset: Any) -> None:
+    """Make Energon's reader of ``.jsonl`` files hand on a line that is no JSON as bytes; it would stop the run."""
+    load = dataset._load_sample
+
+    def load_or_keep(sample: Any) -> Any:
+        line = sample["json"]
+        try:
+            return load(sample)
+        except ValueError:
+            sample["json"] = line
+            return CrudeJsonlDatasetFactory._load_sample(dataset, sample)
+
+    dataset._load_sample = load_or_keep
+
+
+class PackingStage(PackingDataset[EncodedSource, EncodedSource, Pack]):
+    """Energon's packing dataset without the progress bar that every worker would print at every start."""
+
+    def _fill_reading_buffer(self, source_iter: Any, log_progress: bool = False) -> bool:
+        return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
+
+
+class PackTaskEncoder(DefaultTaskEncoder):
+    """Energon's hooks, answered by an encoder and a policy.
+
+    Args:
+        encoder: record -> source.
+        policy: the packing rules.
+    """
+
+    cookers = (Cooker(cook),)
+    #: Parts stay bytes, so that a part that cannot be decoded is counted instead of skipped.
+    decoder = None
+
+    def __init__(self, encoder: Encoder, *, policy: PackingPolicy) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.policy = policy
+
+    def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
+        if isinstance(dataset.dataset, CrudeJsonlDatasetFactory):
+            _keep_bad_lines(dataset.dataset)
+        return super()._load_dataset(dataset, worker_rotation_offset, worker_config)
+
+    @stateless
+    def encode_sample(self, sample: Sample) -> Generator[EncodedSource, None, None]:
+        """Sources of one sample, as the policy admits them."""
+        for source in self.policy.admit(self._encode(sample)):
+            # Energon extends the key of the sample that a source came from.
+            source.__restore_key__ = sample.__restore_key__
+            yield source
+
+    def _encode(self, sample: Sample) -> EncodedSource:
+        key = sample.__key__
+        try:
+            return self.encoder(key, record_of(sample))
+        except LeaveOut as e:
+            reason, why = e.reason, str(e)
+        except SYSTEM_EXCEPTIONS:
+            raise
+        except (UnicodeDecodeError, json.JSONDecodeError) as e:
+            reason, why = "corrupt", str(e)
+        except Exception as e:
+            reason, why = "encoder_error", f"{type(e).__name__}: {e}"
+        logger.info("sample %r is left out (%s): %s", key, reason, why)
+        return EncodedSource.dropped(key, reason)
+
+    def select_samples_to_pack(self, samples: list[EncodedSource]) -> list[list[EncodedSource]]:
+        """Groups of the buffer's sources; the order of the groups depends on the worker and on how often it has selected."""
+        worker = WorkerConfig.active_worker_config
+        stack = WorkerConfig._sample_index_stack
+        assert worker is not None
+        assert stack is not None
+        number = worker.rank * max(worker.num_workers, 1) + worker.rank_worker_id()
+        return self.policy.select(samples, worker=number, index=stack[-1])
+
+    @stateless
+    def pack_selected_samples(self, samples: list[EncodedSource]) -> Pack:
+        """The pack of one group."""
+        return self.policy.build(samples)
+
+    @stateless
+    def batch(self, samples: Sequence[Pack]) -> PackedBatch:
+        """The packs of a batch as one physical row."""
+        return PackedBatch.from_packs(samples, pad_id=self.encoder.pad_id)
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[EncodedSource],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[PackedBatch]:
+        """Source -> pack -> row."""
+        assert batch_size is not None
+        assert packing_buffer_size is not None
+        packs = PackingStage(
+            dataset,
+            buffer_size=packing_buffer_size,
+            pre_packer=self.select_samples_to_pack,
+            final_packer=self.pack_selected_samples,
+            final_packer_stateless=True,
+            packer_config=self.policy.fingerprint,
+            worker_config=worker_config,
+        )
+        return BatchDataset(
+            packs,
+            batch_size=batch_size,
+            batcher=self.batch,
+            batcher_stateless=True,
+            drop_last=batch_drop_last,
+            worker_config=worker_config,
+        )

@@ -1,0 +1,270 @@
+"""What travels from the encoder to the model: a source, a pack of sources, the packed row.
+
+The row of lengths 5 and 3 with ``multiple=4``, ids a1..a5 and b1..b3 (x = -100)::
+
+    input_ids    a1 a2 a3 a4 a5  .  .  . | b1 b2 b3  .
+    labels        x a2 a3 a4 a5  x  x  x |  x b2 b3  x
+    shift_labels a2 a3 a4 a5  x  x  x  x | b2 b3  x  x
+    position_ids  0  1  2  3  4  0  1  2 |  0  1  2  0
+    cu_seqlens [0, 5, 8]   cu_seqlens_padded [0, 8, 12]   max_seqlen 8
+
+>>> a, b = (EncodedSource.of(k, torch.arange(n) + 1) for k, n in (("a", 5), ("b", 3)))
+>>> batch = PackedBatch.from_packs([Pack([a, b], RowLayout.of([5, 3], multiple=4))], pad_id=0)
+>>> batch.shift_labels.tolist()
+[[2, 3, 4, 5, -100, -100, -100, -100, 2, 3, -100, -100]]
+>>> batch.position_ids.tolist()
+[[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 0]]
+>>> batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist(), batch.max_seqlen
+([0, 5, 8], [0, 8, 12], 8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Label of a position that is no target (the convention of transformers and of torch's cross entropy).
+IGNORE = -100
+
+
+class LeftOut(NamedTuple):
+    """A source that was dropped, or cut, and why."""
+
+    key: str
+    #: ``overlength``, ``truncated``, ``no_targets``, ``empty``, ``corrupt``, ``encoder_error``.
+    reason: str
+    #: Real tokens that are not trained on; 0 where the source never became tokens.
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class EncodedSource:
+    """One training sample as tokens. A source with :attr:`left_out` and no tokens only carries the news that it was dropped.
+
+    Such a marker goes through the buffer like any other source, so it is in every checkpoint and cannot be lost.
+    """
+
+    #: Energon's sample key.
+    key: str
+    #: int64 ``[L]``.
+    input_ids: Tensor
+    #: int64 ``[L]``, equal to ``input_ids`` where a token is a target, else :data:`IGNORE`. The first is never a target.
+    labels: Tensor
+    #: A plain text, which ``overlength="split"`` may cut in pieces.
+    splittable: bool = False
+    left_out: LeftOut | None = None
+    #: Set by Energon: how to read and encode this source again.
+    __restore_key__: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, key: str, input_ids: Tensor, labels: Tensor | None = None) -> EncodedSource:
+        """A source whose targets are ``labels``, or all tokens; the first token is made no target."""
+        labels = input_ids.clone() if labels is None else labels.clone()
+        labels[:1] = IGNORE
+        return cls(key=key, input_ids=input_ids, labels=labels)
+
+    @classmethod
+    def dropped(cls, key: str, reason: str, tokens: int = 0) -> EncodedSource:
+        """The marker of a source that is left out whole."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(key=key, input_ids=none, labels=none, left_out=LeftOut(key, reason, tokens))
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __repr__(self) -> str:
+        return f"EncodedSource({self.key!r}, {len(self)} tokens, left_out={self.left_out})"
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Boundaries of one row. With no padding anywhere both boundary tensors are one object."""
+
+    #: Real tokens of each source.
+    lengths: tuple[int, ...]
+    #: int32 ``[N+1]``, cumulative real lengths.
+    cu_seqlens: Tensor
+    #: int32 ``[N+1]``, physical offsets; the last is the width.
+    cu_seqlens_padded: Tensor
+    #: Longest physical source, in tokens.
+    max_seqlen: int
+    #: Physical width of the row, in tokens.
+    width: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, multiple: int = 1, width: int | None = None) -> RowLayout:
+        """Lay out sources of the given real lengths, each padded to ``multiple``, in a row of ``width`` (None: as needed).
+
+        The tail of a wider row belongs to the last source.
+
+        Raises:
+            ValueError: for an empty pack, an empty source, or a width that is too small or no multiple of ``multiple``.
+        """
+        if not len(lengths):
+            raise ValueError("a pack holds at least one source, this one is empty")
+        for index, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"source {index} of the pack has {length} tokens; a source without tokens cannot be packed")
+        padded = [-(-length // multiple) * multiple for length in lengths]
+        natural = sum(padded)
+        if width is not None:
+            if width % multiple:
+                raise ValueError(f"width {width} is not a multiple of {multiple}, to which every source is padded")
+            if width < natural:
+                raise ValueError(
+                    f"sources of {list(lengths)} tokens padded to multiples of {multiple} need a width of {natural}, "
+                    f"more than the row's {width}: pack fewer sources or widen the row"
+                )
+            padded[-1] += width - natural
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        physical = torch.tensor([0, *accumulate(padded)], dtype=torch.int32)
+        same = padded == list(lengths)
+        return cls(
+            lengths=tuple(lengths),
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens if same else physical,
+            max_seqlen=max(padded),
+            width=sum(padded),
+        )
+
+
+@dataclass
+class Pack:
+    """Sources that share a row, in row order, and where they lie (None if the pack only carries what was left out)."""
+
+    sources: list[EncodedSource]
+    layout: RowLayout | None
+    left_out: list[LeftOut] = field(default_factory=list)
+    #: Set by Energon.
+    __restore_key__: tuple[Any, ...] = ()
+
+
+@dataclass(kw_only=True)
+class PackedBatch:
+    """One packed row, ready for a model. T is its physical width, N the number of its sources.
+
+    ``model(**batch)`` passes :meth:`model_inputs`, so code written for dict batches keeps working.
+    """
+
+    #: int64 ``[1, T]``: sources end to end, pad id in gaps.
+    input_ids: Tensor
+    #: int64 ``[1, T]``: transformers' convention, not shifted; :data:`IGNORE` on first tokens, prompts and pads.
+    labels: Tensor
+    #: int64 ``[1, T]``: labels moved one place left inside each source; no target crosses a boundary.
+    shift_labels: Tensor
+    #: bool ``[1, T]``: ``shift_labels != -100``.
+    loss_mask: Tensor
+    #: int64 ``[1, T]``: restart at 0 at each source, and at each gap.
+    position_ids: Tensor
+    #: int32 ``[N+1]``: cumulative real lengths.
+    cu_seqlens: Tensor
+    #: int32 ``[N+1]``: physical offsets, the last is T; the same object as ``cu_seqlens`` where nothing is padded.
+    cu_seqlens_padded: Tensor
+    #: Longest physical source.
+    max_seqlen: int
+    #: int32 ``[1, T]``: 1..N on real tokens, 0 on pads.
+    segment_ids: Tensor
+    source_keys: list[str]
+    #: Sources dropped or cut since the previous pack.
+    left_out: list[LeftOut]
+    #: Set by Energon.
+    __restore_key__: tuple[Any, ...] = ()
+
+    @classmethod
+    def from_packs(cls, packs: Iterable[Pack], *, pad_id: int) -> PackedBatch:
+        """Concatenate packs into one physical row; gaps are filled with ``pad_id``."""
+        packs = list(packs)
+        laid_out = [(pack, pack.layout) for pack in packs if pack.layout is not None]
+        width = sum(layout.width for _, layout in laid_out)
+        input_ids = torch.full((1, width), pad_id, dtype=torch.int64)
+        labels = torch.full((1, width), IGNORE, dtype=torch.int64)
+        shift_labels = labels.clone()
+        position_ids = torch.empty((1, width), dtype=torch.int64)
+        segment_ids = torch.zeros((1, width), dtype=torch.int32)
+        real, physical, keys = [0], [0], []
+        for pack, layout in laid_out:
+            base = physical[-1]
+            for source, end in zip(pack.sources, layout.cu_seqlens_padded[1:].tolist(), strict=True):
+                start, stop = physical[-1], base + end
+                filled = start + len(source)
+                input_ids[0, start:filled] = source.input_ids
+                labels[0, start:filled] = source.labels
+                shift_labels[0, start : filled - 1] = source.labels[1:]
+                position_ids[0, start:filled] = torch.arange(filled - start)
+                position_ids[0, filled:stop] = torch.arange(stop - filled)
+                keys.append(source.key)
+                segment_ids[0, start:filled] = len(keys)
+                real.append(real[-1] + len(source))
+                physical.append(stop)
+        cu_seqlens = torch.tensor(real, dtype=torch.int32)
+        return cls(
+            input_ids=input_ids,
+            labels=labels,
+            shift_labels=shift_labels,
+            loss_mask=shift_labels != IGNORE,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens if real == physical else torch.tensor(physical, dtype=torch.int32),
+            max_seqlen=max((layout.max_seqlen for _, layout in laid_out), default=0),
+            segment_ids=segment_ids,
+            source_keys=keys,
+            left_out=[gone for pack in packs for gone in pack.left_out],
+        )
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of a transformers causal model, boundaries physical (safe for causal attention everywhere)."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "labels": self.labels,
+            "shift_labels": self.shift_labels,
+            "cu_seq_lens_q": self.cu_seqlens_padded,
+            "cu_seq_lens_k": self.cu_seqlens_padded,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+            "use_cache": False,
+        }
+
+    def __repr__(self) -> str:
+        real, width = int(self.cu_seqlens[-1]), self.input_ids.shape[1]
+        return (
+            f"PackedBatch({len(self.source_keys)} sources, {real} real tokens in a row of {width}, "
+            f"{len(self.left_out)} left out, on {self.input_ids.device})"
+        )
+
+    def keys(self) -> Iterable[str]:
+        """Names that ``model(**batch)`` passes."""
+        return self.model_inputs().keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.model_inputs()[name]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> PackedBatch:
+        """A copy with every tensor on ``device``; does not block for pinned memory unless told to."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=tensor.is_pinned() if non_blocking is None else non_blocking)
+
+        return self._map(move)
+
+    def pin_memory(self) -> PackedBatch:
+        """A copy in page-locked memory; called by torch's DataLoader where there is an accelerator."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        # Each tensor is changed once, so one object in two fields stays one object.
+        changed: dict[int, Tensor] = {}
+        values = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                if id(value) not in changed:
+                    changed[id(value)] = change(value)
+                value = changed[id(value)]
+            values[f.name] = value
+        return type(self)(**values)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.numbers_data import lengths, records_of, write_webdataset
+
+VECTORS = Path(__file__).parent / "vectors"
+
+
+def vectors(name: str) -> dict[str, Any]:
+    return json.loads((VECTORS / f"{name}.json").read_text())
+
+
+def faulty_records(count: int = 200) -> list[Any]:
+    """Records of long-tailed lengths, a few of which can never be trained on (capacity 64)."""
+    records: list[Any] = records_of(lengths(count, most=80))
+    records[7] = {"refuse": "corrupt"}
+    records[11] = b"{bad json"
+    records[13] = {"crash": True}
+    records[15] = {"n": 0, "id": 15}
+    records[17] = {"n": 9, "id": 17, "no_targets": True}
+    records[19] = b"[1, 2]"
+    records[23] = {"n": 500, "id": 23}
+    return records
+
+
+@pytest.fixture(scope="session")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An Energon dataset of 200 training samples, some unusable, and 30 for validation."""
+    parts = {"train": faulty_records(), "val": records_of(lengths(30, most=40, seed=1))}
+    return write_webdataset(tmp_path_factory.mktemp("data") / "numbers", parts)

@@ -1,0 +1,180 @@
+"""The loader's state says what was trained on: restored at any step, the next batches are the same in every field."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy
+from tests.numbers_data import NumberEncoder, same_batch
+
+
+class Run:
+    """A datamodule and what it has given, without a Trainer."""
+
+    def __init__(self, path: Path, *, num_workers: int, state: Any = None, **options: Any) -> None:
+        policy = PackingPolicy(**{"capacity": 64, "buffer_size": 16, "multiple": 4} | options)
+        self.data = EnergonPackDataModule(
+            path,
+            encoder=NumberEncoder(),
+            packing=policy,
+            num_workers=num_workers,
+            shuffle_buffer_size=8,
+            max_samples_per_sequence=10,
+        )
+        self.data.setup("fit")
+        if state is not None:
+            self.data.load_state_dict(through_a_file(state))
+        self.batches: Iterator[PackedBatch] = iter(self.data.train_dataloader())
+
+    def train(self, steps: int) -> list[PackedBatch]:
+        given = []
+        for _ in range(steps):
+            given.append(next(self.batches))
+            self.data._count_trained()
+        return given
+
+    def end(self) -> Any:
+        """The state, after the workers have ended."""
+        self.data.teardown("fit")
+        return self.data.state_dict()
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def comparable(value: Any) -> Any:
+    """The value with tensors as numbers, so that == works."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value]
+    return value
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(numbers: Path) -> dict[int, list[PackedBatch]]:
+    given = {}
+    for workers in (0, 2):
+        run = Run(numbers, num_workers=workers)
+        given[workers] = run.train(80)
+        run.end()
+    return given
+
+
+@pytest.mark.parametrize("prefetched", [0, 1])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_restored_at_every_step_the_next_batches_are_the_same(
+    numbers: Path, uninterrupted: dict[int, list[PackedBatch]], workers: int, prefetched: int
+) -> None:
+    expected = uninterrupted[workers]
+    assert any(batch.left_out for batch in expected[:25]), "the case is only interesting if sources are left out on the way"
+    assert len({key for batch in expected for key in batch.source_keys}) < sum(len(b.source_keys) for b in expected)
+    run = Run(numbers, num_workers=workers)
+    states = [through_a_file(run.data.state_dict())]
+    for k in range(26):
+        if k:
+            run.train(1)
+        if prefetched:
+            # As Lightning does: one more batch is fetched than trained. The iterator then starts again with it.
+            next(run.batches)
+            states.append(through_a_file(run.data.state_dict()))
+            run.batches = iter(run.data.train_dataloader())
+        else:
+            states.append(through_a_file(run.data.state_dict()))
+    run.end()
+    for k, state in enumerate(states[1:]):
+        resumed = Run(numbers, num_workers=workers, state=state)
+        got = resumed.train(12)
+        assert all(map(same_batch, got, expected[k : k + 12])), f"restored after {k} batches"
+        resumed.end()
+    fresh = Run(numbers, num_workers=workers, state=states[0])
+    assert all(map(same_batch, fresh.train(3), expected[:3]))
+    fresh.end()
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_a_chain_of_resumes_shortly_after_each_other(numbers: Path, workers: int) -> None:
+    reference = Run(numbers, num_workers=workers)
+    expected = reference.train(30)
+    reference.end()
+    got: list[PackedBatch] = []
+    state = None
+    for steps in (1, 2, 1, 3, 1, 1, 2, 4, 1, 5):
+        run = Run(numbers, num_workers=workers, state=state)
+        got += run.train(steps)
+        state = run.data.state_dict()
+        assert comparable(run.end()) == comparable(state)
+    assert len(got) == 21
+    assert all(map(same_batch, got, expected))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_restoring_and_saving_again_without_a_step_changes_nothing(
+    numbers: Path, uninterrupted: dict[int, list[PackedBatch]], workers: int
+) -> None:
+    run = Run(numbers, num_workers=workers)
+    run.train(7)
+    state = run.end()
+    for _ in range(3):
+        run = Run(numbers, num_workers=workers, state=state)
+        state = run.end()
+    run = Run(numbers, num_workers=workers, state=state)
+    assert all(map(same_batch, run.train(8), uninterrupted[workers][7:15]))
+    run.end()
+
+
+def test_counts_say_what_was_trained(numbers: Path) -> None:
+    run = Run(numbers, num_workers=0)
+    given = run.train(9)
+    next(run.batches)
+    (mine,) = run.end()["ranks"]
+    assert mine["rows"] == 9
+    assert mine["sources"] == sum(len(batch.source_keys) for batch in given)
+    assert mine["real_tokens"] == sum(int(batch.cu_seqlens[-1]) for batch in given)
+    again = Run(numbers, num_workers=0, state=run.data.state_dict())
+    again.train(1)
+    assert again.end()["ranks"][0]["rows"] == 10
+
+
+def test_state_needs_no_pickled_classes_and_is_small(numbers: Path) -> None:
+    run = Run(numbers, num_workers=2)
+    run.train(5)
+    file = io.BytesIO()
+    torch.save(run.end(), file)
+    assert file.tell() < 150_000
+
+
+def test_workers_end_and_the_state_stays(numbers: Path) -> None:
+    run = Run(numbers, num_workers=2)
+    run.train(3)
+    workers = run.data._train._loader._iterator._workers  # type: ignore[union-attr]
+    assert all(worker.is_alive() for worker in workers)
+    before = run.data.state_dict()
+    assert comparable(run.end()) == comparable(before)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_worker_is_an_error_not_a_hang(numbers: Path, workers: int) -> None:
+    run = Run(numbers, num_workers=workers)
+    run.train(2)
+    victim = run.data._train._loader._iterator._workers[0]  # type: ignore[union-attr]
+    victim.kill()
+    victim.join()
+    with pytest.raises(RuntimeError, match=r"killed|failed|exited"):
+        run.train(50)
+    with pytest.raises(RuntimeError, match="resume from an older checkpoint"):
+        run.data.state_dict()
+    run.data.teardown("fit")
