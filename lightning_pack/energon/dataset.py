@@ -67,7 +67,9 @@ def _opening(path: str, split: str) -> Iterator[None]:
             yield
     except EmptyDatasetError as e:
         raise ValueError(f"the dataset {path!r} has no samples in its split {split!r}") from e
-    except (OSError, KeyError, AssertionError) as e:
+    except (OSError, KeyError, AssertionError, ValueError) as e:
+        if isinstance(e, ValueError) and not str(e).startswith("Invalid dataset"):
+            raise
         raise ValueError(
             f"{path!r} cannot be opened as an Energon dataset ({type(e).__name__}: {e}). Make one with "
             "'lightning-pack prepare FILE.jsonl OUT --tokenizer DIR' or 'energon prepare', or give a metadataset .yaml"
