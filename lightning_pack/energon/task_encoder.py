@@ -28,7 +28,7 @@ from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 from megatron.energon.wrappers import BatchDataset, PackingDataset
 
-from lightning_pack.encoders import Encoder, LeaveOut
+from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import EncodedSource, Pack, PackedBatch
 
@@ -131,7 +131,8 @@ class PackTaskEncoder(DefaultTaskEncoder):
             return self.encoder(key, record_of(sample))
         except LeaveOut as e:
             reason, why = e.reason, str(e)
-        except SYSTEM_EXCEPTIONS:
+        except (*SYSTEM_EXCEPTIONS, TemplateError):
+            # A fault of the set-up, which every sample would have.
             raise
         except (UnicodeDecodeError, json.JSONDecodeError) as e:
             reason, why = "corrupt", str(e)

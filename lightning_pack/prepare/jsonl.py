@@ -1,0 +1,171 @@
+"""A file of one's own: one JSON object a line, each a chat or a plain text.
+
+The forms are those of :mod:`lightning_pack.encoders.messages`; other fields of a line are not kept. The file is read once, line
+by line, so its size does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_pack.encoders import LeaveOut, RecordEncoder, load_tokenizer, read_record, tokenizer_fingerprint
+from lightning_pack.prepare.dataset import DatasetWriter
+from lightning_pack.prepare.progress import progress_bar
+from lightning_pack.prepare.result import LengthSampler, PreparedDataset, check_ours, check_output, prepared
+
+#: Bad lines that an error tells of one by one.
+TOLD = 20
+
+
+class BadLineError(ValueError):
+    """Lines of the file are not what they should be."""
+
+
+def prepare_jsonl(
+    file: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | Path,
+    val_fraction: float = 0.05,
+    shards: int = 8,
+    on_bad_line: Literal["error", "skip"] = "error",
+    overwrite: bool = False,
+    progress: bool = True,
+) -> PreparedDataset:
+    """Prepare a file of chats and texts in folder ``out``.
+
+    Sample keys are line numbers. Blank lines are ignored.
+
+    Args:
+        file: the file, UTF-8.
+        out: destination; absent, empty, or a dataset prepared before.
+        tokenizer: folder of the tokenizer; it is copied into the dataset, and lengths are measured with it.
+        val_fraction: share of the records for validation; with 0 there is no validation split.
+        shards: training shards, at most; validation has its own.
+        on_bad_line: ``"error"`` reads the whole file and then tells of the bad lines, ``"skip"`` leaves them out and counts.
+        overwrite: replace a dataset that was prepared before with other settings.
+        progress: show a progress bar where stderr is a terminal.
+
+    Raises:
+        BadLineError: under ``on_bad_line="error"``, with the first bad lines, their numbers and what is wrong with them.
+        ValueError: for bad settings, a file without records, or if ``out`` holds something else.
+    """
+    file, out = Path(file), Path(out).resolve()
+    if on_bad_line not in ("error", "skip"):
+        raise ValueError(f"on_bad_line={on_bad_line!r} is not 'error' or 'skip'")
+    if not file.is_file():
+        raise ValueError(f"{file} is no file: give a file with one JSON object a line")
+    check_ours(out)
+    loaded = load_tokenizer(tokenizer)
+    encoder = RecordEncoder(loaded)
+
+    def options(content: str) -> dict[str, Any]:
+        return {
+            "content": content,
+            "tokenizer": tokenizer_fingerprint(loaded),
+            "val_fraction": val_fraction,
+            "shards": shards,
+            "on_bad_line": on_bad_line,
+        }
+
+    if not overwrite and prepared(out) is not None:
+        there = check_output(out, recipe="jsonl", options=options(_content(file)), overwrite=False)
+        if there is not None:
+            return there
+    with DatasetWriter(out, shards=shards, val_fraction=val_fraction, overwrite=overwrite) as writer:
+        sampler = LengthSampler(encoder)
+        with file.open("rb") as stream:
+            lines = LineReader()
+            with progress_bar(f"reading {file.name}", total=file.stat().st_size, shown=progress) as advance:
+                for line in stream:
+                    record = lines.read(line)
+                    advance(len(line))
+                    if record is None or (lines.bad and on_bad_line == "error"):
+                        continue
+                    key = f"{lines.number:010d}"
+                    sampler.add(key, record)
+                    writer.add(key, record)
+        if lines.bad and on_bad_line == "error":
+            raise BadLineError(lines.report(file))
+        if not lines.good:
+            raise ValueError(f"{file} holds no records: {lines.number} lines, {lines.bad.total()} of them bad")
+        return writer.publish(
+            recipe="jsonl",
+            options=options(lines.content.hexdigest()),
+            tokenizer=loaded,
+            lengths=sampler.statistics(),
+            skipped=dict(lines.bad.most_common()),
+        )
+
+
+class LineReader:
+    """Reads lines, counts good and bad ones, and hashes them all."""
+
+    def __init__(self) -> None:
+        self.content = hashlib.sha256()
+        self.number = self.good = 0
+        #: Bad lines by fault.
+        self.bad: Counter[str] = Counter()
+        self._told: list[str] = []
+
+    def read(self, line: bytes) -> dict[str, Any] | None:
+        """The record of the next line, with nothing in it but its form; None for a blank line or a bad one."""
+        self.number += 1
+        self.content.update(line)
+        if self.number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            return None
+        try:
+            record = parse_line(line)
+        except LeaveOut as fault:
+            self.bad[fault.problem] += 1
+            if len(self._told) < TOLD:
+                self._told.append(f"  line {self.number}: {fault}")
+            return None
+        self.good += 1
+        return record
+
+    def report(self, file: Path) -> str:
+        """What is wrong with the file, and the ways out."""
+        count = self.bad.total()
+        first = f", the first {TOLD} of them" if count > TOLD else ""
+        return (
+            f"{file} has {count} bad line{'s' * (count > 1)} of {self.number}{first}:\n" + "\n".join(self._told) + "\n"
+            'Correct the file, or leave such lines out with --on-bad-line skip (on_bad_line="skip")'
+        )
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The record of one line.
+
+    Raises:
+        LeaveOut: if it has none.
+    """
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise LeaveOut("corrupt", f"not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LeaveOut("corrupt", f"not JSON: {error.msg} at column {error.colno}", "not JSON") from None
+    except (ValueError, RecursionError) as error:
+        raise LeaveOut("corrupt", f"not JSON that can be read: {error}", "not JSON") from None
+    if not isinstance(value, Mapping):
+        raise LeaveOut("corrupt", f"not an object but a {type(value).__name__}", "not an object")
+    record = read_record(value)
+    return {"text": record} if isinstance(record, str) else {"messages": record}
+
+
+def _content(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

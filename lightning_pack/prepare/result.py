@@ -1,0 +1,225 @@
+"""What a finished preparation is, and what may stand where one is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_pack.encoders import Encoder, LeaveOut
+
+#: File that only a finished dataset holds, and the version of its content.
+MARKER = "lightning_pack.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthStatistics:
+    """Lengths in tokens of some records, taken evenly from the whole dataset."""
+
+    #: Records measured, those that the encoder leaves out not among them.
+    count: int
+    total: int
+    median: int
+    p95: int
+    longest: int
+    #: Records that the encoder leaves out, by reason.
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, measured: Iterable[int | str]) -> LengthStatistics:
+        """Statistics of lengths, and of reasons why there is no length."""
+        measured = list(measured)
+        lengths = sorted(value for value in measured if isinstance(value, int)) or [0]
+        reasons = Counter(value for value in measured if isinstance(value, str))
+        return cls(
+            count=len(measured) - reasons.total(),
+            total=sum(lengths),
+            median=lengths[len(lengths) // 2],
+            p95=lengths[len(lengths) * 95 // 100],
+            longest=lengths[-1],
+            left_out=dict(sorted(reasons.items())),
+        )
+
+    def summary(self) -> str:
+        """One line for people."""
+        text = (
+            f"tokens of {self.count:,} records taken evenly: total {self.total:,}, median {self.median:,}, "
+            f"95th percentile {self.p95:,}, longest {self.longest:,}"
+        )
+        if self.left_out:
+            gone = ", ".join(f"{reason} {count:,}" for reason, count in self.left_out.items())
+            text += f"; {sum(self.left_out.values()):,} more will be left out in training ({gone})"
+        return text
+
+
+class LengthSampler:
+    """Measures at most ``most`` records of a stream of unknown length, evenly spaced.
+
+    Every ``stride``-th record is encoded; where that becomes too many, every second is forgotten and the stride doubles.
+    """
+
+    def __init__(self, encoder: Encoder, *, most: int = 2000) -> None:
+        self.encoder = encoder
+        self.most = most
+        self._measured: list[int | str] = []
+        self._stride, self._seen = 1, 0
+
+    def add(self, key: str, record: Mapping[str, Any]) -> None:
+        """See the next record of the stream."""
+        if len(self._measured) == self.most:
+            self._measured, self._stride = self._measured[::2], self._stride * 2
+        if self._seen % self._stride == 0:
+            try:
+                self._measured.append(len(self.encoder(key, record)))
+            except LeaveOut as gone:
+                self._measured.append(gone.reason)
+        self._seen += 1
+
+    def statistics(self) -> LengthStatistics:
+        """Of what was measured so far."""
+        return LengthStatistics.of(self._measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataset:
+    """A finished dataset that Energon can load."""
+
+    path: Path
+    #: ``"stdlib"`` or ``"jsonl"``.
+    recipe: str
+    #: What decides the content; the same options give the same files.
+    options: Mapping[str, Any]
+    #: Number of records in each split.
+    train: int
+    val: int
+    #: Number of records in each shard, by its file name.
+    shards: Mapping[str, int]
+    lengths: LengthStatistics
+    #: Lines or files of the input that were skipped, by reason.
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    #: Whether this call wrote it; False where it was there already.
+    fresh: bool = True
+
+    @classmethod
+    def of(cls, path: Path, state: Mapping[str, Any], *, fresh: bool) -> PreparedDataset:
+        """The dataset that :data:`MARKER` describes."""
+        return cls(
+            path=path,
+            recipe=state["recipe"],
+            options=state["options"],
+            train=state["counts"]["train"],
+            val=state["counts"]["val"],
+            shards=state["shards"],
+            lengths=LengthStatistics(**state["lengths"]),
+            skipped=state["skipped"],
+            fresh=fresh,
+        )
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder of the tokenizer that belongs to the dataset."""
+        return self.path / "tokenizer"
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{'prepared' if self.fresh else 'already prepared'}: {self.path} ({self.recipe}), {self.train:,} training and "
+            f"{self.val:,} validation records in {len(self.shards)} shards",
+            self.lengths.summary(),
+        ]
+        if self.skipped:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.skipped.items())
+            lines.append(f"skipped {sum(self.skipped.values()):,}: {reasons}")
+        return "\n".join(lines)
+
+
+def prepared(out: str | Path) -> PreparedDataset | None:
+    """The finished dataset in folder ``out``, or None where there is none.
+
+    Raises:
+        ValueError: if it was finished once, but is damaged or of a later format.
+    """
+    out = Path(out)
+    if not (out / MARKER).is_file():
+        return None
+    ways_out = "prepare it again with --overwrite (overwrite=True), or choose another folder"
+    try:
+        state = json.loads((out / MARKER).read_text())
+        if state["format"] != FORMAT:
+            raise ValueError(f"{out / MARKER} has format {state['format']}, this version reads {FORMAT}: {ways_out}")
+        dataset = PreparedDataset.of(out, state, fresh=False)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{out / MARKER} is damaged ({type(error).__name__}: {error}): {ways_out}") from error
+    missing = [name for name in (*dataset.shards, ".nv-meta", "tokenizer") if not (out / name).exists()]
+    if missing:
+        raise ValueError(f"{out} is damaged, {', '.join(missing)} is missing: {ways_out}")
+    return dataset
+
+
+def check_output(out: Path, *, recipe: str, options: Mapping[str, Any], overwrite: bool) -> PreparedDataset | None:
+    """What stands at ``out`` already, if it is just what is asked for; None if the place is free, or may be overwritten.
+
+    Raises:
+        ValueError: if something else stands there.
+    """
+    check_ours(out)
+    if overwrite:
+        return None
+    dataset = prepared(out)
+    if dataset is None:
+        return None
+    old = flat({"recipe": dataset.recipe, **dataset.options})
+    new = flat({"recipe": recipe, **options})
+    differences = [
+        f"  {name}: {old.get(name, 'absent')!r} there, {new.get(name, 'absent')!r} asked for"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name, "absent") != new.get(name, "absent")
+    ]
+    if differences:
+        raise ValueError(
+            f"{out} was prepared with other settings:\n" + "\n".join(differences) + "\nPrepare it again with --overwrite "
+            "(overwrite=True), or choose another folder"
+        )
+    return dataset
+
+
+def check_ours(out: Path) -> None:
+    """Make sure that ``out`` is absent, empty, or a dataset of ours and nothing more.
+
+    Raises:
+        ValueError: if it holds anything else; that is never deleted.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file, not a folder: choose another folder")
+    try:
+        found = {entry.name for entry in out.iterdir()}
+    except FileNotFoundError:
+        return  # another process is just replacing it
+    if found and MARKER not in found:
+        raise ValueError(
+            f"{out} is not empty and was not prepared by lightning-pack, so it is left alone (even with --overwrite): "
+            "choose another folder, or empty it yourself"
+        )
+    shards = {name for name in found if name.removesuffix(".idx").endswith(".tar") and name.startswith(("train-", "val-"))}
+    foreign = sorted(found - shards - {MARKER, ".nv-meta", "tokenizer"})
+    if foreign:
+        raise ValueError(f"{out} holds {', '.join(foreign)} besides the dataset: move that away, or choose another folder")
+
+
+def flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options under dotted names.
+
+    Example:
+        >>> flat({"shards": 8, "tokenizer": {"vocab_size": 512}})
+        {'shards': 8, 'tokenizer.vocab_size': 512}
+    """
+    items: dict[str, Any] = {}
+    for name, value in options.items():
+        items.update(flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value})
+    return items

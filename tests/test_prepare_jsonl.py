@@ -1,0 +1,205 @@
+import json
+import random
+
+import pytest
+
+from lightning_pack.encoders import RecordEncoder, TemplateError, load_tokenizer
+from lightning_pack.prepare import BadLineError, prepare_jsonl, prepared, train_tokenizer
+from tests.prepared_files import digests, members, read_back
+
+TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["what is the question, and what is the answer?"] * 5, vocab_size=300).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"weights that nobody wants copied")
+    return folder
+
+
+def write(path, lines):
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    return path
+
+
+def records(count):
+    rng = random.Random(0)
+    forms = [
+        lambda text: {"text": text, "id": 5},
+        lambda text: {"prompt": text, "completion": text, "source": "x"},
+        lambda text: {"messages": [*TURNS, {"role": "user", "content": text}, TURNS[1]], "meta": {}},
+    ]
+    return [forms[i % 3](f"{i}: " + "word " * rng.randrange(1, 60)) for i in range(count)]
+
+
+def kept(record):
+    if "text" in record:
+        return {"text": record["text"]}
+    if "messages" in record:
+        return {"messages": record["messages"]}
+    return {"messages": [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]}
+
+
+def test_every_record_comes_back_once_with_its_line_number(tmp_path, tokenizer):
+    given = records(200)
+    file = write(tmp_path / "chats.jsonl", [b"\xef\xbb\xbf" + json.dumps(given[0]).encode(), b"", b"  \r", *given[1:]])
+    dataset = prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, val_fraction=0.2, shards=3, progress=False)
+    assert dataset.fresh
+    assert dataset.train + dataset.val == 200
+    assert 20 < dataset.val < 60
+    assert sorted(dataset.shards) == ["train-0000.tar", "train-0001.tar", "train-0002.tar", "val-0000.tar"]
+    assert sum(dataset.shards.values()) == 200
+    expected = {f"{1 if i == 0 else i + 3:010d}": kept(record) for i, record in enumerate(given)}
+    train, val = read_back(dataset.path, "train"), read_back(dataset.path, "val")
+    assert (len(train), len(val)) == (dataset.train, dataset.val)
+    assert {sample.__key__.split("/")[-1]: sample.record for sample in train + val} == expected
+    encoder = RecordEncoder(load_tokenizer(dataset.tokenizer))
+    lengths = sorted(len(encoder("k", record)) for record in expected.values())
+    assert (dataset.lengths.count, dataset.lengths.total) == (200, sum(lengths))
+    assert (dataset.lengths.median, dataset.lengths.p95, dataset.lengths.longest) == (lengths[100], lengths[190], lengths[-1])
+    assert not (dataset.tokenizer / "model.safetensors").exists()
+    assert encoder.fingerprint() == RecordEncoder(load_tokenizer(tokenizer)).fingerprint()
+
+
+def test_lengths_are_of_records_taken_evenly(tmp_path, tokenizer):
+    # The first half is short, the second long: only an even choice has the right share of both.
+    file = write(tmp_path / "texts.jsonl", [{"text": "a"}] * 2600 + [{"text": "a" * 20}] * 2600)
+    dataset = prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    assert dataset.lengths.count == 1300
+    assert dataset.lengths.total == 650 * 2 + 650 * 21
+
+
+BAD = {
+    "not UTF-8": b'{"text": "\xff"}',
+    "not JSON": b'{"text": ',
+    "not an object": b'["text"]',
+    "no known fields": {"body": "x"},
+    "unknown role": {"messages": [{"role": "tool", "content": "x"}, TURNS[1]]},
+    "wrong role order": {"messages": [TURNS[1], TURNS[0], TURNS[1]]},
+    "last message not the assistant's": {"messages": [*TURNS, TURNS[0]]},
+    "content not a string": {"messages": [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}]},
+    "empty answer": {"prompt": "x", "completion": " "},
+    "empty message": {"messages": [{"role": "user", "content": ""}, TURNS[1]]},
+    "empty text": {"text": ""},
+    "broken unicode": b'{"text": "\\udc00"}',
+    "no messages": {"messages": []},
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_each_kind_of_bad_line_is_told_by_number_or_counted(tmp_path, tokenizer, problem):
+    file = write(tmp_path / "chats.jsonl", [{"text": "good"}, b"", BAD[problem], {"prompt": "a", "completion": "b"}])
+    with pytest.raises(BadLineError) as caught:
+        prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    text = str(caught.value)
+    assert text.startswith(f"{file} has 1 bad line of 4:\n  line 3: ")
+    assert "--on-bad-line skip" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl"]
+    dataset = prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, on_bad_line="skip", progress=False)
+    assert dataset.skipped == {problem: 1}
+    assert (dataset.train, dataset.val) == (1, 1)
+    assert f"skipped 1: {problem} 1" in dataset.summary()
+    assert prepared(tmp_path / "out").skipped == {problem: 1}
+
+
+def test_deeply_nested_and_huge_values_are_bad_lines(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", [b"[" * 100_000, b'{"text": "a", "n": ' + b"1" * 10_000 + b"}", {"text": "good"}])
+    with pytest.raises(BadLineError, match=r"(?s)has 2 bad lines of 3:\n  line 1: not JSON.*\n  line 2: not JSON"):
+        prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, progress=False)
+
+
+def test_only_the_first_twenty_bad_lines_are_told(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", [{"text": "good"}, *[b"bad"] * 50])
+    with pytest.raises(BadLineError, match="has 50 bad lines of 51, the first 20 of them") as caught:
+        prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    told = [line for line in str(caught.value).splitlines() if line.startswith("  line ")]
+    assert len(told) == 20
+    assert told[-1] == "  line 21: not JSON: Expecting value at column 1"
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "train", "val"),
+    [(1, 0.5, 1, 0), (2, 0.001, 1, 1), (2, 0.999, 1, 1), (3, 0, 3, 0), (50, 0.001, 49, 1)],
+)
+def test_no_wanted_split_and_no_shard_is_empty(tmp_path, tokenizer, count, fraction, train, val):
+    file = write(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(count)])
+    dataset = prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction, progress=False)
+    assert (dataset.train, dataset.val) == (train, val)
+    assert min(dataset.shards.values()) >= 1
+    assert len(dataset.shards) == min(train, 8) + min(val, 1)
+    assert len(read_back(dataset.path, "train")) == train
+    assert len(members(dataset.path, "val")) == val
+    assert ("val" in (dataset.path / ".nv-meta" / "split.yaml").read_text()) == (val > 0)
+
+
+def test_two_runs_write_the_same_bytes_and_other_content_is_noticed(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", records(60))
+    one = prepare_jsonl(file, tmp_path / "one", tokenizer=tokenizer, progress=False)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(file.read_bytes())
+    prepare_jsonl(copy, tmp_path / "two", tokenizer=tokenizer, progress=False)
+    before = digests(tmp_path / "one")
+    assert len(before) == 9 + 3 + 3
+    assert digests(tmp_path / "two") == before
+    again = prepare_jsonl(copy, tmp_path / "one", tokenizer=one.tokenizer, progress=False)
+    assert again.summary().startswith("already prepared")
+    write(file, records(61))
+    with pytest.raises(ValueError, match=r"other settings:\n  content: '\w+' there, '\w+' asked for\nPrepare"):
+        prepare_jsonl(file, tmp_path / "one", tokenizer=tokenizer, progress=False)
+    other = load_tokenizer(tokenizer)
+    other.add_tokens(["question"])
+    other.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match=r"  tokenizer\.vocab_size: \d+ there, \d+ asked for"):
+        prepare_jsonl(copy, tmp_path / "one", tokenizer=tmp_path / "tokenizer", progress=False)
+    assert digests(tmp_path / "one") == before
+    dataset = prepare_jsonl(file, tmp_path / "one", tokenizer=tokenizer, overwrite=True, progress=False)
+    assert dataset.fresh
+    assert dataset.train + dataset.val == 61 == len(members(dataset.path, "train")) + len(members(dataset.path, "val"))
+
+
+def test_records_that_training_will_leave_out_are_told(tmp_path, tokenizer):
+    strict = load_tokenizer(tokenizer)
+    strict.chat_template = (
+        "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no') }}{%- endif -%}" + strict.chat_template
+    )
+    strict.save_pretrained(tmp_path / "strict")
+    system = {"messages": [{"role": "system", "content": "Be brief."}, *TURNS]}
+    file = write(tmp_path / "a.jsonl", [{"messages": TURNS}, system, system])
+    dataset = prepare_jsonl(file, tmp_path / "out", tokenizer=tmp_path / "strict", progress=False)
+    assert dataset.lengths.count == 1
+    assert "2 more will be left out in training (corrupt 2)" in dataset.summary()
+
+
+def test_chats_need_a_template(tmp_path, tokenizer):
+    bare = load_tokenizer(tokenizer)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    texts, chats = (
+        write(tmp_path / "a.jsonl", [{"text": "a"}]),
+        write(tmp_path / "b.jsonl", [{"text": "a"}, {"messages": TURNS}]),
+    )
+    assert prepare_jsonl(texts, tmp_path / "out", tokenizer=tmp_path / "bare", progress=False).train == 1
+    with pytest.raises(TemplateError, match="no chat template"):
+        prepare_jsonl(chats, tmp_path / "other", tokenizer=tmp_path / "bare", progress=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_bad_settings_are_refused_before_anything_is_written(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    for settings, said in [
+        ({"shards": 0}, "shards=0: a whole number from 1 to 512"),
+        ({"shards": 513}, "shards=513"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: a number from 0 to less than 1"),
+        ({"val_fraction": -0.1}, "val_fraction=-0.1"),
+        ({"on_bad_line": "ignore"}, "on_bad_line='ignore' is not 'error' or 'skip'"),
+        ({"tokenizer": tmp_path / "none"}, "none' does not exist"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            prepare_jsonl(file, tmp_path / "out", **{"tokenizer": tokenizer, "progress": False, **settings})
+    with pytest.raises(ValueError, match=r"b\.jsonl is no file"):
+        prepare_jsonl(tmp_path / "b.jsonl", tmp_path / "out", tokenizer=tokenizer)
+    empty = write(tmp_path / "empty.jsonl", [b"", b"bad"])
+    with pytest.raises(ValueError, match="holds no records: 2 lines, 1 of them bad"):
+        prepare_jsonl(empty, tmp_path / "out", tokenizer=tokenizer, on_bad_line="skip", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl"]
