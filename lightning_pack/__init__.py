@@ -1,13 +1,45 @@
 """Online sequence packing for PyTorch Lightning: nothing lost, resumed exactly, equal to the unpacked run."""
 
-from lightning_pack.datamodule import EnergonPackDataModule
-from lightning_pack.parallel import ParallelLayout
-from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import PackedBatch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
+    from lightning_pack.datamodule import EnergonPackDataModule
+    from lightning_pack.module import PackedCausalLM
+    from lightning_pack.parallel import ParallelLayout
+    from lightning_pack.policy import PackingPolicy
+    from lightning_pack.row import PackedBatch
+
+#: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
+_HOMES = {
+    "EnergonPackDataModule": "datamodule",
+    "PackedAttention": "callbacks",
+    "PackedBatch": "row",
+    "PackedCausalLM": "module",
+    "PackingMonitor": "callbacks",
+    "PackingPolicy": "policy",
+    "ParallelLayout": "parallel",
+    "TokenNormalizedGradients": "callbacks",
+}
 
 __all__ = [
     "EnergonPackDataModule",
+    "PackedAttention",
     "PackedBatch",
+    "PackedCausalLM",
+    "PackingMonitor",
     "PackingPolicy",
     "ParallelLayout",
+    "TokenNormalizedGradients",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

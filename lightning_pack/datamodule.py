@@ -145,7 +145,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             packs_per_batch=self.packs_per_batch,
         )
         self._open_pass = partial(open_pass, encoder=task_encoder)
-        self._options = options
+        self.options = options
         if stage in (None, "fit"):
             self._stop()
             self._counts = _Counts()
@@ -214,8 +214,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self.val_path is not None and path.endswith(".jsonl"):
             split = "train"
         elif not has_split(path, split):
+            if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+                raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
-        return PassLoader(partial(self._open_pass, replace(self._options, path=path), split=split))
+        return PassLoader(partial(self._open_pass, replace(self.options, path=path), split=split))
 
     def teardown(self, stage: str) -> None:
         """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
@@ -255,7 +257,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self._train is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
         self._refuse_other_settings(state_dict)
-        mine = state_dict["ranks"][self._options.rank]
+        mine = state_dict["ranks"][self.options.rank]
         self._counts = _Counts(**{name: mine[name] for name in _Counts.NAMES})
         self._train.restore(mine["loader"])
         self._resumed = True

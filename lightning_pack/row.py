@@ -237,6 +237,9 @@ class PackedBatch:
             f"{len(self.left_out)} left out, on {self.input_ids.device})"
         )
 
+    #: ``**batch`` needs item access, which must not make a batch look like a sequence.
+    __iter__ = None
+
     def keys(self) -> Iterable[str]:
         """Names that ``model(**batch)`` passes."""
         return self.model_inputs().keys()

@@ -1,0 +1,67 @@
+"""Packed attention switched on in a model, and everything put back afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lightning_pack.attention.inspection import require_packable
+from lightning_pack.attention.registration import STRICT_ATTENTION, register
+
+
+@dataclass(frozen=True, eq=False)
+class ActivatedModel:
+    """A model that runs packed rows, and what was set in it before."""
+
+    model: PreTrainedModel
+    #: Attention implementation of the text part before.
+    attention: str
+    #: Each configuration that asks for a KV cache, and what it said.
+    caches: tuple[tuple[Any, bool | None], ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, attention: str = STRICT_ATTENTION) -> ActivatedModel:
+        """Check ``model``, set its text part to ``attention`` and switch the KV cache off.
+
+        Vision and audio parts keep their implementation: their sources are told apart by their own boundaries.
+
+        Raises:
+            ModelRefusedError: if packed rows are not safe with the model.
+        """
+        require_packable(model)
+        register()
+        text = model.config.get_text_config()
+        activated = cls(
+            model=model,
+            attention=text._attn_implementation,
+            # A composite configuration does not pass use_cache on to its text part, nor the other way round.
+            caches=tuple(
+                (config, config.use_cache) for config in _distinct(model.config, text) if hasattr(config, "use_cache")
+            ),
+        )
+        _set_attention(model, attention)
+        for config, _ in activated.caches:
+            config.use_cache = False
+        return activated
+
+    def restore(self) -> None:
+        """Put back attention and KV cache as they were."""
+        _set_attention(self.model, self.attention)
+        for config, use_cache in self.caches:
+            config.use_cache = use_cache
+
+
+def _distinct(*configs: Any) -> list[Any]:
+    return list({id(config): config for config in configs}.values())
+
+
+def _set_attention(model: PreTrainedModel, attention: str) -> None:
+    config = model.config
+    text = config.get_text_config()
+    if text is config:
+        model.set_attn_implementation(attention)
+        return
+    name = next(name for name in config.sub_configs if getattr(config, name) is text)
+    model.set_attn_implementation({name: attention})

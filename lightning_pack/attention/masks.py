@@ -1,0 +1,126 @@
+"""What stands in the place of attention masks.
+
+The mask function builds no tensor. It gives the layers a :class:`MaskDescription`, so that each follows the model's own
+choice of sliding window, and refuses every mask that says something else than "causal, perhaps within a window".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from transformers import masking_utils
+
+from lightning_pack.attention.segments import segment_lengths
+
+#: The parts of transformers that a mask of packed causal attention is made of.
+_CAUSAL_PARTS = {"causal_mask_function", "sliding_window_overlay", "and_masks"}
+_PACKED_PARTS = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
+
+
+@dataclass(eq=False)
+class MaskDescription:
+    """What stands in the place of a mask: one object for all layers of a kind, made anew in every forward."""
+
+    #: Sliding window: token i sees keys ``j > i - window``; None for all earlier ones.
+    window: int | None
+    #: Whether the positions say that the row holds several sources.
+    packed: bool
+    _boundaries: Tensor | None = field(default=None, repr=False)
+    _lengths: list[int] = field(default_factory=list, repr=False)
+
+    def lengths(self, boundaries: Tensor, *, total: int) -> list[int]:
+        """:func:`segment_lengths`, read from the device by the first layer only."""
+        if self._boundaries is not boundaries:
+            self._lengths = segment_lengths(boundaries, total=total)
+            self._boundaries = boundaries
+        return self._lengths
+
+
+def describe_mask(
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    q_length: int,
+    kv_length: int,
+    **_unused: Any,
+) -> MaskDescription:
+    """What the registered attention is to do; called by the model once per kind of layer.
+
+    Raises:
+        ValueError: if the caller passed a mask, a KV cache is used, or the model asks for more than causal attention.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention_mask of shape {list(attention_mask.shape)} was given to a model that runs packed rows; the mask would "
+            "say nothing that the boundaries do not say, and models read it as 'one source': call the model with "
+            "attention_mask=None, for instance as model(**batch.model_inputs())"
+        )
+    refuse_cache(q_length, kv_length)
+    parts = dict(_mask_parts(mask_function))
+    foreign = sorted(name for name, known in parts.items() if not known)
+    if foreign:
+        raise ValueError(
+            f"the model's attention is more than causal: its mask is made with {', '.join(foreign)} (bidirectional, chunked or "
+            "blockwise attention, or a mask of its own), which packed attention does not compute; switch that feature off in "
+            "the model's configuration, or train this model unpacked"
+        )
+    if "sliding_window_overlay" in parts and local_size is None:
+        raise ValueError(
+            "the model's mask has a sliding window but does not tell its size, so packed attention cannot follow it"
+        )
+    return MaskDescription(
+        window=local_size if "sliding_window_overlay" in parts else None,
+        packed=not _PACKED_PARTS.isdisjoint(parts),
+    )
+
+
+def _mask_parts(function: Any) -> Iterator[tuple[str, bool]]:
+    """Name of each function that a mask function is composed of, and whether it is one of the known parts."""
+    if not isinstance(function, FunctionType):
+        yield getattr(function, "__qualname__", repr(function)), False
+        return
+    name = function.__qualname__.partition(".<locals>")[0]
+    known = function.__module__ == masking_utils.__name__ and name in _CAUSAL_PARTS | _PACKED_PARTS
+    yield (name if known else f"{function.__module__}.{function.__qualname__}"), known
+    if not known:
+        return
+    for cell in function.__closure__ or ():
+        values = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
+        for value in values:
+            if callable(value) and not isinstance(value, Tensor):
+                yield from _mask_parts(value)
+
+
+def refuse_cache(queries: int, keys: int) -> None:
+    """Refuse keys that are not those of the queries.
+
+    Raises:
+        ValueError: if there are more or fewer keys than queries.
+    """
+    if queries != keys:
+        raise ValueError(
+            f"{queries} queries meet {keys} keys: a KV cache or cross-attention is in use, which packed rows cannot have; pass "
+            "use_cache=False (PackedBatch.model_inputs() does), and generate with another attention implementation"
+        )
+
+
+def refuse_restarts(description: MaskDescription | None, position_ids: Tensor | None, *, length: int) -> None:
+    """Refuse a row without boundaries whose positions say that it holds several sources.
+
+    Raises:
+        ValueError: if positions restart.
+    """
+    restarts = description is not None and description.packed
+    if not restarts and position_ids is not None and position_ids.shape[-1] == length:
+        # M-RoPE positions of images do not go up by one, so only rows of text positions tell.
+        restarts = position_ids.dim() == 2 and bool((position_ids.diff(dim=-1) != 1).any())
+    if restarts:
+        raise ValueError(
+            "position_ids restart inside the row, so it holds several sources, but no boundaries were given and the sources "
+            "would see each other: pass cu_seq_lens_q/k and max_length_q/k, as model(**batch.model_inputs()) does"
+        )

@@ -1,0 +1,168 @@
+"""PackedAttention: what turns a training run into a packed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_pack.attention import ActivatedModel, find_models, inspect_model
+from lightning_pack.attention.inspection import ModelRefusedError
+from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
+from lightning_pack.row import PackedBatch
+
+
+class PackedAttention(Callback):
+    """Keeps the sources of a packed row apart in every transformers model of the LightningModule.
+
+    Before the first batch, the sanity check included, every model is inspected, its attention is set to the packed one and its
+    KV cache is switched off; when the run ends or fails, all of that is put back. Every batch has to be a
+    :class:`~lightning_pack.row.PackedBatch`. The module calls its model with ``model(**batch.model_inputs())`` or
+    ``model(**batch)``.
+
+    Args:
+        monitor: add a :class:`~lightning_pack.callbacks.monitor.PackingMonitor` if the trainer has none.
+        token_normalization: add a :class:`TokenNormalizedGradients` if the trainer has none (in ``fit``); it expects that
+            ``training_step`` returns the mean loss over the target tokens of its batch.
+
+    Raises:
+        ModelRefusedError: before the first step, for a model in which sources would see each other, with the reason.
+        ValueError: for batches that are not packed, and for context parallelism.
+    """
+
+    def __init__(self, *, monitor: bool = True, token_normalization: bool = True) -> None:
+        self.monitor = monitor
+        self.token_normalization = token_normalization
+        self._active: list[ActivatedModel] = []
+
+    # --- the run -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Add the callbacks that belong to packed training; refuse layouts without kernels."""
+        parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
+        for name in ("context", "eval_context"):
+            size = getattr(parallel, name, None) or 1
+            if size > 1:
+                raise ValueError(
+                    f"{name}={size}: packed attention over context-parallel ranks needs kernels that PackedAttention does not "
+                    f"have; set {name}=1, or leave PackedAttention out and give batch.cu_seqlens_padded to kernels of your own"
+                )
+        # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last. Before
+        # it, this callback would be visited a second time.
+        added = [self._normalization(trainer, stage), self._monitor(trainer)]
+        at = trainer.callbacks.index(self) + 1  # type: ignore[attr-defined]
+        trainer.callbacks[at:at] = [callback for callback in added if callback is not None]  # type: ignore[attr-defined]
+
+    def _monitor(self, trainer: Trainer) -> Callback | None:
+        if not self.monitor:
+            return None
+        from lightning_pack.callbacks.monitor import PackingMonitor
+
+        return None if _has(trainer, PackingMonitor) else PackingMonitor()
+
+    def _normalization(self, trainer: Trainer, stage: str) -> Callback | None:
+        if not self.token_normalization or stage != "fit" or _has(trainer, TokenNormalizedGradients):
+            return None
+        return TokenNormalizedGradients()
+
+    def _activate(self, pl_module: LightningModule) -> None:
+        if self._active:
+            return
+        models = find_models(pl_module)
+        findings = [finding for model in models for finding in inspect_model(model)]
+        if findings:
+            raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))
+        self._active = [ActivatedModel.of(model) for model in models]
+
+    def _restore(self) -> None:
+        active, self._active = self._active, []
+        for model in active:
+            model.restore()
+
+    # configure_model has run and the sanity check has not when each of these is called.
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Inspect and switch."""
+        self._activate(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Inspect and switch, unless ``fit`` has."""
+        self._activate(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Inspect and switch."""
+        self._activate(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Inspect and switch."""
+        self._activate(pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put the models back as they were."""
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the models back: Lightning calls no teardown after an error."""
+        self._restore()
+
+    # --- the batches ---------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Refuse a batch that is not packed."""
+        require_packed(batch)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Refuse a batch that is not packed."""
+        require_packed(batch)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Refuse a batch that is not packed."""
+        require_packed(batch)
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Refuse a batch that is not packed."""
+        require_packed(batch)
+
+
+def _has(trainer: Trainer, kind: type[Callback]) -> bool:
+    return any(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def require_packed(batch: Any) -> PackedBatch:
+    """The batch, which has to be a packed row.
+
+    Raises:
+        ValueError: telling what came instead.
+    """
+    if isinstance(batch, PackedBatch):
+        if batch.input_ids.shape[-1] == 0:
+            raise ValueError(
+                "an empty row reached the model (its packs only carry what was left out): do not emit it as a batch"
+            )
+        return batch
+    raise ValueError(
+        f"PackedAttention got {describe_batch(batch)} and needs a PackedBatch, whose boundaries keep sources apart: use a "
+        "datamodule that packs (EnergonPackDataModule), or let the loader's collate_fn return "
+        "PackedBatch.from_packs([policy.build(sources)], pad_id=...)"
+    )
+
+
+def describe_batch(batch: Any) -> str:
+    """Type and keys or length of a batch, for messages."""
+    name = type(batch).__name__
+    if isinstance(batch, Tensor):
+        return f"a {name} of shape {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"a {name} with keys {sorted(map(str, batch))}"
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return f"a {name} of {len(batch)} ({', '.join(sorted({type(item).__name__ for item in batch}))})"
+    return f"a {name}" + (
+        f" with {sorted(vars(batch))}" if hasattr(batch, "__dict__") and not isinstance(batch, nn.Module) else ""
+    )

@@ -1,0 +1,159 @@
+"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, measure a loader.
+
+``fit``, ``validate`` and ``test`` are Lightning's command line over
+:class:`~lightning_pack.module.PackedCausalLM` and :class:`~lightning_pack.datamodule.EnergonPackDataModule`, with
+:class:`~lightning_pack.callbacks.PackedAttention` always there. Heavy imports wait until a command needs them.
+
+Exit codes: 0 done, 1 the command failed, 2 the command line or configuration is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+#: Environment variable that, like ``--traceback``, shows where an error was raised.
+TRACEBACK = "LIGHTNING_PACK_TRACEBACK"
+
+_COMMANDS = {
+    "fit": "train a model on packed rows; --ckpt_path FILE goes on exactly where a run stopped",
+    "validate": "evaluate on the split val",
+    "test": "evaluate on the split test",
+    "prepare": "turn a .jsonl file, or Python's own documentation, into a dataset",
+    "bench": "measure what packing gives and costs, as ratios in one run",
+}
+_LIGHTNING = ("fit", "validate", "test")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command line.
+
+    Args:
+        args: what follows the program's name; None takes it from ``sys.argv``.
+
+    Raises:
+        SystemExit: with the exit code, unless the command succeeded.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    traceback = "--traceback" in given or os.environ.get(TRACEBACK, "0") not in ("", "0")
+    given = [arg for arg in given if arg != "--traceback"]
+    try:
+        _run(given)
+    except KeyboardInterrupt:
+        print("lightning-pack: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if traceback or not _is_for_users(error):
+            raise
+        hint = f"(--traceback, or {TRACEBACK}=1, shows where this was raised)"
+        print(f"lightning-pack: error: {_message(error)}\n{hint}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(args: list[str]) -> None:
+    if not args or args[0] in ("-h", "--help"):
+        print(_overview(), file=sys.stdout if args else sys.stderr)
+        sys.exit(0 if args else 2)
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"lightning-pack {version('lightning-pack')}")
+    elif args[0] == "prepare":
+        _prepare(args[1:])
+    elif args[0] == "bench":
+        from lightning_pack.bench import main as bench
+
+        bench(args[1:])
+    elif args[0] in _LIGHTNING:
+        from lightning_pack.lightning_cli import run
+
+        run(args)
+    else:
+        _refuse(f"{args[0]!r} is no command; the commands are {', '.join(_COMMANDS)} (lightning-pack --help)")
+
+
+def _overview() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:{width}}  {purpose}" for name, purpose in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: lightning-pack COMMAND [OPTIONS]",
+            "",
+            "Online sequence packing for PyTorch Lightning.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "lightning-pack COMMAND --help explains a command. --traceback with any command shows where an error was raised.",
+        ]
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"lightning-pack: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _prepare(args: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-pack prepare",
+        description=_COMMANDS["prepare"],
+        # An option that is not given is not passed on, so that defaults live in one place.
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", help="'stdlib' for the documentation of this Python, or a file with one JSON object a line")
+    parser.add_argument("out", type=Path, help="folder of the dataset")
+    parser.add_argument("--val-fraction", type=float, metavar="F", help="share of the records for validation (default: 0.05)")
+    parser.add_argument("--shards", type=int, metavar="N", help="training shards, at most (default: 8)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was prepared with other settings")
+    parser.add_argument("--no-progress", action="store_false", dest="progress", help="no progress bar")
+    stdlib = parser.add_argument_group("with 'stdlib'")
+    stdlib.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the tokenizer that is trained (default: 4096)")
+    jsonl = parser.add_argument_group("with a file")
+    jsonl.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer (required)")
+    jsonl.add_argument(
+        "--on-bad-line",
+        choices=("error", "skip"),
+        help="list lines that are not usable and stop, or skip them (default: error)",
+    )
+    options = vars(parser.parse_args(args))
+    source, out = options.pop("source"), options.pop("out")
+    other = {"stdlib": ("tokenizer", "on_bad_line")}.get(source, ("vocab_size",))
+    for name in other:
+        if name in options:
+            kind = "a file" if source == "stdlib" else "'stdlib'"
+            parser.error(f"--{name.replace('_', '-')} is not used here: it goes with {kind}, and the source is {source!r}")
+    if source == "stdlib":
+        from lightning_pack.prepare import prepare_stdlib
+
+        print(prepare_stdlib(out, **options).summary())
+        return
+    if "tokenizer" not in options:
+        parser.error("--tokenizer DIR is needed with a file")
+    from lightning_pack.prepare import prepare_jsonl
+
+    print(prepare_jsonl(Path(source), out, **options).summary())
+
+
+def _is_for_users(error: Exception) -> bool:
+    # Lightning's class is not imported for this: where it was raised, it is loaded.
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
+    return isinstance(error, (ValueError, OSError)) or (
+        lightning is not None and isinstance(error, lightning.MisconfigurationException)
+    )
+
+
+def _message(error: Exception) -> str:
+    text = str(error)
+    if "Original Traceback (most recent call last):" not in text:
+        return text
+    # A loader worker puts its own traceback in the message; what it said begins behind the last indented line.
+    lines = text.rstrip().splitlines()
+    last = max(i for i, line in enumerate(lines) if line.startswith(" "))
+    said = "\n".join(lines[last + 1 :])
+    return said.partition(": ")[2] or said

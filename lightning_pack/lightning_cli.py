@@ -1,0 +1,90 @@
+"""Lightning's command line for packed causal language models."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_pack.callbacks import PackedAttention
+from lightning_pack.datamodule import EnergonPackDataModule
+from lightning_pack.module import PackedCausalLM
+
+#: Beginnings of Lightning's messages that tell a user of this command nothing.
+_CHATTER = ("GPU available: False", "TPU available: False", "HPU available: False", "💡 Tip:", "`weights_only` was not set")
+#: Warnings about what holds here by design, or is not the user's to change.
+_WARNINGS = (
+    r"You're resuming from a checkpoint that ended before the epoch ended",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"The '\w+_dataloader' does not have many workers",
+    r"Checkpoint directory .* exists and is not empty",
+)
+
+
+class PackCLI(LightningCLI):
+    """``fit``, ``validate`` and ``test``; ``predict`` has no meaning for :class:`PackedCausalLM` yet."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The Trainer's methods that are commands."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Make packed attention always there, and configurable as ``--attention.*``."""
+        parser.add_lightning_class_args(PackedAttention, "attention")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse a list of arguments that came from the command line itself."""
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        # Lightning puts the checkpoint's settings of the model over those given; a given one must not be lost silently.
+        given = self._model_settings()
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        try:
+            super()._parse_ckpt_path()
+        except Exception as e:  # torch raises whatever the bytes of the file lead to
+            raise ValueError(
+                f"{path} cannot be read as a checkpoint: {str(e).splitlines()[0] if str(e) else 'it is empty'}"
+            ) from e
+        now = self._model_settings()
+        different = [name for name in given if given[name] != now.get(name)]
+        if different:
+            values = "".join(f"\n  model.{n}: {now.get(n)!r} in the checkpoint, {given[n]!r} now" for n in different)
+            raise ValueError(
+                f"{path} holds a model with other settings:{values}\nSet them back to what the checkpoint says, or start a "
+                "new run"
+            )
+
+    def _model_settings(self) -> dict[str, Any]:
+        settings = self.config[self.config.subcommand].get("model")
+        return {} if settings is None else settings.as_dict()
+
+
+def run(args: list[str]) -> None:
+    """Run one of Lightning's commands; ``args[0]`` is its name."""
+    _quiet()
+    PackCLI(
+        PackedCausalLM,
+        EnergonPackDataModule,
+        args=args,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "lightning-pack"},
+        auto_configure_optimizers=False,
+    )
+
+
+def _quiet() -> None:
+    # Before workers are forked and tokenizers used.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().lstrip().startswith(_CHATTER)

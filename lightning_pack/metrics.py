@@ -1,0 +1,189 @@
+"""What packing made of a stream: fill, padding by cause, sources, targets, and what was left out.
+
+Every slot of a row is one of three things::
+
+    | real token | alignment padding (up to the policy's multiple) | tail padding (no source was short enough) |
+
+so ``real_tokens + alignment_padding + tail_padding == slots``, exactly. Counts are whole numbers in one int64 state, so a sum
+over ranks is one reduction and a resumed run adds to what it counted before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.row import PackedBatch
+
+#: Why a source is dropped or cut; any other reason is counted as ``other``.
+REASONS = ("overlength", "truncated", "no_targets", "empty", "corrupt", "encoder_error", "other")
+#: Names of the elements of :attr:`PackingMetrics.counts`, in order.
+COUNTERS = (
+    *("packs", "sources", "real_tokens", "target_tokens", "slots", "alignment_padding"),
+    *(f"left_out/{reason}" for reason in REASONS),
+    *(f"left_out_tokens/{reason}" for reason in REASONS),
+)
+_PACKS, _SOURCES, _REAL, _TARGETS, _SLOTS, _ALIGNMENT, _LEFT_OUT = range(7)
+
+
+def counted_reason(reason: str) -> str:
+    """The one of :data:`REASONS` that ``reason`` is counted under."""
+    return reason if reason in REASONS else "other"
+
+
+class PackingStats(NamedTuple):
+    """Counts of packing; fractions are of all slots, and 0 where nothing was counted."""
+
+    packs: int
+    #: Sources in those packs; pieces of a split source count one by one.
+    sources: int
+    real_tokens: int
+    #: Tokens that the loss counts.
+    target_tokens: int
+    #: Places for tokens: packs x capacity, or x width where rows have a fixed width.
+    slots: int
+    #: Pads up to the multiple of each source.
+    alignment_padding: int
+    #: Sources dropped or cut, by those reasons that occurred.
+    left_out: dict[str, int]
+    #: Their real tokens that are not trained on, by the same reasons.
+    left_out_tokens: dict[str, int]
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> PackingStats:
+        """The statistics of numbers in the order of :data:`COUNTERS`."""
+        head, tail = counts[:_LEFT_OUT], counts[_LEFT_OUT:]
+        sources, tokens = tail[: len(REASONS)], tail[len(REASONS) :]
+        occurred = [i for i, number in enumerate(sources) if number]
+        packs, packed, real, targets, slots, alignment = head
+        return cls(
+            packs=packs,
+            sources=packed,
+            real_tokens=real,
+            target_tokens=targets,
+            slots=slots,
+            alignment_padding=alignment,
+            left_out={REASONS[i]: sources[i] for i in occurred},
+            left_out_tokens={REASONS[i]: tokens[i] for i in occurred},
+        )
+
+    @property
+    def tail_padding(self) -> int:
+        """Slots that hold neither a real token nor alignment padding."""
+        return self.slots - self.real_tokens - self.alignment_padding
+
+    @property
+    def fill(self) -> float:
+        """Real tokens per slot."""
+        return self.real_tokens / self.slots if self.slots else 0.0
+
+    @property
+    def alignment_fraction(self) -> float:
+        """Alignment padding per slot."""
+        return self.alignment_padding / self.slots if self.slots else 0.0
+
+    @property
+    def tail_fraction(self) -> float:
+        """Tail padding per slot."""
+        return self.tail_padding / self.slots if self.slots else 0.0
+
+    @property
+    def sources_per_pack(self) -> float:
+        """Mean number of sources in a pack."""
+        return self.sources / self.packs if self.packs else 0.0
+
+    def ratios(self) -> dict[str, float]:
+        """Names for a logger -> fill, padding per slot by cause, and sources per pack."""
+        return {
+            "fill": self.fill,
+            "alignment_padding": self.alignment_fraction,
+            "tail_padding": self.tail_fraction,
+            "sources_per_pack": self.sources_per_pack,
+        }
+
+
+class PackingMetrics(Metric):
+    """Counts packs, sources, tokens and padding of packed batches; :meth:`compute` gives :class:`PackingStats`.
+
+    Under a process group :meth:`compute` sums over its ranks (all ranks, or those of the keyword ``process_group``).
+
+    Args:
+        policy: what the rows were packed with; gives capacity, width and multiple. Without one every batch counts as one pack
+            whose slots are its physical width; pads between sources then count as alignment, those after the last as tail.
+        packs_per_batch: packs that the loader puts in one batch, where there is a policy. A batch counts as no more packs than
+            it has sources and no fewer than its width needs.
+        **kwargs: of :class:`torchmetrics.Metric`.
+
+    Raises:
+        ValueError: for ``packs_per_batch`` below 1, or above 1 without a policy.
+
+    Example:
+        >>> from lightning_pack.row import EncodedSource
+        >>> policy = PackingPolicy(capacity=16, multiple=4)
+        >>> sources = [EncodedSource.of(key, torch.arange(n)) for key, n in (("a", 5), ("b", 3))]
+        >>> metric = PackingMetrics(policy)
+        >>> metric.update(PackedBatch.from_packs([policy.build(sources)], pad_id=0))
+        >>> stats = metric.compute()
+        >>> stats.real_tokens, stats.alignment_padding, stats.tail_padding, stats.slots, stats.fill
+        (8, 4, 4, 16, 0.5)
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    #: int64 ``[len(COUNTERS)]``.
+    counts: Tensor
+
+    def __init__(self, policy: PackingPolicy | None = None, *, packs_per_batch: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if packs_per_batch < 1:
+            raise ValueError(f"packs_per_batch={packs_per_batch}: a batch holds at least one pack")
+        if policy is None and packs_per_batch != 1:
+            raise ValueError(f"packs_per_batch={packs_per_batch} is not used without a policy: pass the policy too")
+        self.policy = policy
+        self.packs_per_batch = packs_per_batch
+        self.add_state("counts", torch.zeros(len(COUNTERS), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, batch: PackedBatch) -> None:
+        """Count one batch. Reads nothing back from the device."""
+        width = batch.input_ids.shape[-1]
+        sources = len(batch.source_keys)
+        packs = self._packs(width, sources)
+        counts = self.counts
+        # Adding a Python number, or one element, to a view queues work on the device without waiting for it.
+        counts[_PACKS] += packs
+        counts[_SOURCES] += sources
+        counts[_REAL] += batch.cu_seqlens[-1]
+        counts[_TARGETS] += batch.loss_mask.sum()
+        counts[_SLOTS] += self._slots(width, packs)
+        counts[_ALIGNMENT] += self._alignment(batch)
+        for gone in batch.left_out:
+            reason = _LEFT_OUT + REASONS.index(counted_reason(gone.reason))
+            counts[reason] += 1
+            counts[reason + len(REASONS)] += gone.tokens
+
+    def compute(self) -> PackingStats:
+        """The statistics of everything counted so far."""
+        return PackingStats.of(self.counts.tolist())
+
+    def _packs(self, width: int, sources: int) -> int:
+        if self.policy is None:
+            return min(sources, 1)
+        if self.policy.row_width is not None:
+            return width // self.policy.row_width
+        return min(max(self.packs_per_batch, -(-width // self.policy.capacity)), sources)
+
+    def _slots(self, width: int, packs: int) -> int:
+        if self.policy is None or self.policy.row_width is not None:
+            return width
+        return packs * self.policy.capacity
+
+    def _alignment(self, batch: PackedBatch) -> Tensor:
+        real = batch.cu_seqlens.diff()
+        if self.policy is None:
+            return (batch.cu_seqlens_padded.diff() - real)[:-1].sum()
+        return (-real).remainder(self.policy.multiple).sum()

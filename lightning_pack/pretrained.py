@@ -1,0 +1,69 @@
+"""Causal language models of transformers from a local folder or from a configuration; nothing is downloaded."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+
+def load_causal_lm(source: str | dict[str, Any], *, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model with weights of ``dtype``.
+
+    Args:
+        source: a local folder that ``save_pretrained`` wrote, or a configuration as a dict with ``model_type``; its weights are
+            then drawn from torch's global generator, as transformers does.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: for a folder that is none, an unknown ``model_type``, and fields that the model does not have.
+    """
+    if isinstance(source, dict):
+        return AutoModelForCausalLM.from_config(_config(source), dtype=dtype)
+    if not (Path(source) / "config.json").is_file():
+        raise ValueError(
+            f"model={source!r} is not a local folder with a config.json, and nothing is downloaded: save a model there with "
+            "save_pretrained, or give a configuration as a dict with model_type"
+        )
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let ``model`` recompute its activations in the backward pass; boundaries are handed on unchanged."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # the name before transformers 5.24
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _config(source: dict[str, Any]) -> Any:
+    values = dict(source)
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model_type={model_type!r} of the model's configuration is not known to transformers: give a dict with "
+            "model_type, such as {'model_type': 'llama', 'hidden_size': 256, ...}"
+        )
+    unknown = sorted(_unknown_names(CONFIG_MAPPING[model_type], values))
+    if unknown:
+        raise ValueError(f"the configuration of {model_type!r} has no {', '.join(unknown)}: correct or remove it")
+    return AutoConfig.for_model(model_type, **values)
+
+
+def _unknown_names(kind: type, values: dict[str, Any]) -> Iterator[str]:
+    # transformers keeps whatever it is given, so a misspelt size would silently keep its default. Some models read fields that
+    # their configuration does not declare, so the code of the model has a say.
+    default = kind()
+    known = {"rope_theta", "rope_scaling"} if hasattr(default, "rope_parameters") else set()
+    model = AutoModelForCausalLM._model_mapping.get(kind, None)
+    code = inspect.getsource(sys.modules[model.__module__]) if isinstance(model, type) else ""
+    for name in values:
+        if name not in known and not hasattr(default, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", code):
+            yield name

@@ -1,0 +1,392 @@
+"""PackingMonitor in real Trainer runs; expected numbers are counted from the sources, not from the monitor's own metrics."""
+
+import csv
+import json
+import multiprocessing
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_pack.callbacks.monitor import LeftOutWarning, PackingMonitor
+from lightning_pack.parallel import ParallelLayout
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.row import EncodedSource, PackedBatch
+
+pytestmark = [
+    # Lightning's own use of a name that torch has deprecated.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    # True of the lists these tests train on.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+POLICY = PackingPolicy(capacity=16, multiple=4)
+
+
+class TokenModel(LightningModule):
+    """Reads packed rows; anything else is a vector of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 4)
+        self.head = nn.Linear(4, 32)
+
+    def loss(self, batch: PackedBatch | Tensor) -> Tensor:
+        if isinstance(batch, Tensor):
+            return self.head(batch).square().mean()
+        logits = self.head(self.embedding(batch.input_ids)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch.shift_labels.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class EvaluatedModel(TokenModel):
+    """With evaluation, which may take its time."""
+
+    def __init__(self, validation_seconds: float = 0.0) -> None:
+        super().__init__()
+        self.validation_seconds = validation_seconds
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.validation_seconds)
+        self.loss(batch)
+
+    test_step = validation_step
+
+
+class Loader:
+    """A list that Lightning does not take for several loaders."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def row(*lengths: int, left_out: tuple[tuple[str, str, int], ...] = ()) -> PackedBatch:
+    sources = [EncodedSource.of(f"s{length}", torch.arange(length)) for length in lengths]
+    markers = [EncodedSource.dropped(*gone) for gone in left_out]
+    return PackedBatch.from_packs([POLICY.build([*sources, *markers])], pad_id=0)
+
+
+def trainer(path: Path, *callbacks: Any, **options: Any) -> Trainer:
+    options = {"logger": CSVLogger(path), "enable_checkpointing": False, "log_every_n_steps": 2, "max_steps": 6, **options}
+    return Trainer(
+        accelerator="cpu",
+        devices=options.pop("devices", 1),
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def logged(run: Trainer) -> list[dict[str, float]]:
+    """Rows of the logger that hold metrics of training."""
+    assert isinstance(run.logger, CSVLogger)
+    with open(Path(run.logger.log_dir) / "metrics.csv") as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [row for row in rows if "packing/fill" in row]
+
+
+def without_rates(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if not name.endswith("_per_second")} for row in rows]
+
+
+ROWS = [(5, 3), (16,), (7,), (1, 1, 1), (13,), (8, 8)]
+
+
+def test_logs_the_interval_and_the_totals(tmp_path: Path) -> None:
+    run = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False))
+    run.fit(TokenModel(), Loader(row(*lengths) for lengths in ROWS))
+    rows = logged(run)
+    assert [r["step"] for r in rows] == [1, 3, 5]
+    for index, r in enumerate(rows):
+        recent, seen = ROWS[2 * index : 2 * index + 2], ROWS[: 2 * index + 2]
+        real = sum(map(sum, recent))
+        padded = sum(-(-n // 4) * 4 for lengths in recent for n in lengths)
+        assert r["packing/fill"] == pytest.approx(real / 32)
+        assert r["packing/alignment_padding"] == pytest.approx((padded - real) / 32)
+        assert r["packing/tail_padding"] == pytest.approx((32 - padded) / 32)
+        assert r["packing/sources_per_pack"] == sum(map(len, recent)) / 2
+        assert r["packing/real_tokens_seen"] == sum(map(sum, seen))
+        assert r["packing/sources_seen"] == sum(map(len, seen))
+        assert r["packing/packs_seen"] == len(seen)
+        assert r["packing/real_tokens_per_second"] > r["packing/target_tokens_per_second"] > 0
+        assert not [name for name in r if "left_out" in name]
+    assert rows[1]["packing/alignment_padding"] > 0 < rows[1]["packing/tail_padding"]
+    assert "packing/fill" in run.progress_bar_metrics
+
+
+def test_policy_comes_from_the_datamodule(tmp_path: Path) -> None:
+    class Data(LightningDataModule):
+        packing = POLICY
+        packs_per_batch = 2
+
+        def train_dataloader(self) -> Loader:
+            packs = [[POLICY.build([EncodedSource.of("a", torch.arange(n))]) for n in (5, 9)] for _ in range(2)]
+            return Loader(PackedBatch.from_packs(pair, pad_id=0) for pair in packs)
+
+    run = trainer(tmp_path, PackingMonitor(summary=False), max_steps=2)
+    run.fit(TokenModel(), datamodule=Data())
+    assert logged(run)[0]["packing/fill"] == pytest.approx(14 / 32)
+    assert logged(run)[0]["packing/packs_seen"] == 4
+
+
+def test_one_logging_for_an_accumulated_step(tmp_path: Path) -> None:
+    monitor = PackingMonitor(policy=POLICY, summary=False)
+    reads = []
+    inner = monitor._sum_over_ranks
+    monitor._sum_over_ranks = lambda counts: reads.append(len(counts)) or inner(counts)  # type: ignore[method-assign]
+    run = trainer(tmp_path, monitor, accumulate_grad_batches=3, log_every_n_steps=1, max_steps=2)
+    run.fit(TokenModel(), Loader(row(*lengths) for lengths in ROWS))
+    assert [r["packing/packs_seen"] for r in logged(run)] == [3, 6]
+    assert len(reads) == 3  # two loggings and the end: nothing else waits for the device
+
+
+def test_a_resumed_run_logs_what_the_whole_run_logs(tmp_path: Path) -> None:
+    batches = [row(*lengths, left_out=(("x", "overlength", 40),) if len(lengths) > 1 else ()) for lengths in ROWS]
+    # Logging every 2 steps and stopping after 3 leaves half an interval in the checkpoint.
+    whole = trainer(tmp_path / "whole", PackingMonitor(policy=POLICY, summary=False))
+    with pytest.warns(LeftOutWarning):
+        whole.fit(TokenModel(), Loader(batches))
+    path = tmp_path / "3.ckpt"
+    save = LambdaCallback(on_train_batch_end=lambda run, *_: run.save_checkpoint(path))
+    first = trainer(tmp_path / "first", PackingMonitor(policy=POLICY, summary=False), save, max_steps=3)
+    with pytest.warns(LeftOutWarning):
+        first.fit(TokenModel(), Loader(batches))
+    monitor = PackingMonitor(policy=POLICY, summary=False)
+    second = trainer(tmp_path / "second", monitor)
+    rest = Loader(batches[3:] + batches[:3])
+    with pytest.warns(LeftOutWarning):
+        second.fit(TokenModel(), rest, ckpt_path=path, weights_only=True)
+    assert second.global_step == 6
+    assert without_rates(logged(second)) == without_rates(logged(whole))[1:]
+    assert logged(second)[-1]["packing/left_out/overlength"] == 3
+    state = monitor.state_dict()
+    assert state["total"]["left_out_tokens/overlength"] == 120
+    assert all(type(value) is int for counts in (state["total"], state["logged"]) for value in counts.values())
+
+
+def test_fit_twice_goes_on_and_a_new_trainer_starts_anew(tmp_path: Path) -> None:
+    monitor, module, batches = PackingMonitor(policy=POLICY, summary=False), TokenModel(), Loader([row(5, 3), row(16)])
+    run = trainer(tmp_path, monitor, max_steps=-1, max_epochs=1)
+    run.fit(module, batches)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, batches)
+    assert run.global_step == 4
+    assert monitor.state_dict()["total"]["packs"] == 4
+    other = trainer(tmp_path, monitor, max_steps=2)
+    other.fit(module, batches)
+    assert monitor.state_dict()["total"]["packs"] == 2
+
+
+def test_evaluating_a_checkpoint_does_not_move_the_training_counts(tmp_path: Path) -> None:
+    run = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False), max_steps=2)
+    run.fit(TokenModel(), Loader([row(5, 3), row(16)]))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    monitor = PackingMonitor(policy=POLICY, summary=False)
+    other = trainer(tmp_path, monitor, max_steps=2)
+    other.validate(EvaluatedModel(), Loader([row(7)]), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    other.fit(TokenModel(), Loader([row(5, 3), row(16)]))
+    assert monitor.state_dict()["total"]["packs"] == 2
+
+
+def test_validation_is_counted_apart_and_the_sanity_check_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = PackingMonitor(policy=POLICY)
+    run = trainer(tmp_path, monitor, max_steps=6, val_check_interval=3, num_sanity_val_steps=2)
+    gone = (("v1", "no_targets", 4),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LeftOutWarning)  # validation's left-outs are no warning about training
+        run.fit(EvaluatedModel(), Loader(row(*lengths) for lengths in ROWS), Loader([row(9, left_out=gone), row(10, 2)]))
+    assert monitor.state_dict()["total"]["packs"] == 6
+    assert monitor._results["validation"].packs == 2
+    assert run.callback_metrics["packing/val_fill"] == pytest.approx(21 / 32)
+    assert run.callback_metrics["packing/val_sources_per_pack"] == 1.5
+    out = capsys.readouterr().out
+    assert "validation: left out for no_targets: 1 sources, 4 tokens, for example v1" in out
+    assert "train: no source was left out" in out
+
+
+def test_validate_and_test_print_their_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(tmp_path, PackingMonitor(policy=POLICY))
+    run.validate(EvaluatedModel(), Loader([row(9), row(10, 2)]), verbose=False)
+    assert "65.62%" in capsys.readouterr().out
+    run.test(EvaluatedModel(), Loader([row(16)]), verbose=False)
+    out = capsys.readouterr().out
+    assert "100.00%" in out
+    assert "validation" not in out
+    assert run.callback_metrics["packing/test_fill"] == 1.0
+
+
+def test_left_out_sources_warn_once_and_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = [row(5, left_out=((f"long[{i}]", "overlength", 20 + i), (f"odd{i}", f"reason {i}", 1))) for i in range(6)]
+    monitor = PackingMonitor(policy=POLICY)
+    run = trainer(tmp_path, monitor)
+    with pytest.warns(LeftOutWarning) as caught:
+        run.fit(TokenModel(), Loader(batches))
+    texts = [str(w.message) for w in caught if issubclass(w.category, LeftOutWarning)]
+    assert len(texts) == 1
+    assert "source 'long[0]' is left out of training (overlength): 20 tokens are not trained on" in texts[0]
+    assert [r["packing/left_out/overlength"] for r in logged(run)] == [2, 4, 6]
+    assert [r["packing/left_out/other"] for r in logged(run)] == [2, 4, 6]
+    out = capsys.readouterr().out
+    assert "train: left out for overlength: 6 sources, 135 tokens, for example long[0], long[1], long[2]\n" in out
+    assert all(len(keys) == 3 for keys in monitor._examples["train"].values())
+    assert len(monitor._examples["train"]) == 2  # six reasons nobody knows are one: memory is bounded
+
+
+def test_batches_that_are_not_packed_are_ignored_with_one_warning(tmp_path: Path) -> None:
+    monitor = PackingMonitor(policy=POLICY, summary=False)
+    run = trainer(tmp_path, monitor, max_steps=4, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match="ignores this Tensor of the train data") as caught:
+        run.fit(TokenModel(), Loader([torch.ones(2, 4), row(5, 3), torch.ones(2, 4), row(16)]))
+    assert len([w for w in caught if "PackingMonitor" in str(w.message)]) == 1
+    assert monitor.state_dict()["total"]["packs"] == 2
+
+
+def test_rates_leave_out_validation_and_the_first_step(tmp_path: Path) -> None:
+    class SlowStart(EvaluatedModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(1.0 if batch_idx == 0 else 0.05)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False), val_check_interval=1, num_sanity_val_steps=0)
+    start = time.perf_counter()
+    run.fit(SlowStart(validation_seconds=0.4), Loader([row(16) for _ in ROWS]), Loader([row(5)]))
+    assert time.perf_counter() - start > 1.0 + 5 * 0.4
+    rates = [r["packing/real_tokens_per_second"] for r in logged(run)]
+    assert len(rates) == 3
+    # 16 tokens a step of 0.05 s are 320 a second at most; with the 0.4 s of validation they would be 36.
+    assert all(60 < rate <= 320 for rate in rates), rates
+
+
+def test_a_rate_needs_a_step_after_the_first(tmp_path: Path) -> None:
+    run = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False), log_every_n_steps=1, max_steps=2)
+    run.fit(TokenModel(), Loader([row(16), row(16)]))
+    assert ["packing/real_tokens_per_second" in r for r in logged(run)] == [False, True]
+
+
+def test_counts_stay_exact_beyond_float32(tmp_path: Path) -> None:
+    run = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False), max_steps=2)
+    run.fit(TokenModel(), Loader([row(16), row(16)]))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    state = checkpoint["callbacks"]["PackingMonitor"]
+    assert state["total"]["real_tokens"] == 32
+    state["total"]["real_tokens"] = state["logged"]["real_tokens"] = 2**40
+    torch.save(checkpoint, tmp_path / "b.ckpt")
+    second = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False), max_steps=4)
+    second.fit(TokenModel(), Loader([row(7), row(5, 3)] * 2), ckpt_path=tmp_path / "b.ckpt", weights_only=True)
+    assert logged(second)[-1]["packing/real_tokens_seen"] == 2**40 + 15
+
+
+def test_state_of_another_version_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"state of version 99, this package reads version 1: resume with the release"):
+        PackingMonitor().load_state_dict({"version": 99})
+
+
+class RankData(LightningDataModule):
+    """Rank 0 gets the rows with even index, rank 1 the others; only rank 1 leaves something out."""
+
+    packing = POLICY
+
+    def __init__(self, parallel: ParallelLayout) -> None:
+        super().__init__()
+        self.parallel = parallel
+
+    def train_dataloader(self) -> Loader:
+        assert self.trainer is not None
+        rank, _ = self.parallel.data_parallel(self.trainer.global_rank, world_size=self.trainer.world_size)
+        data_parallel = self.trainer.world_size // self.parallel.model_parallel_size
+        gone = (("r1", "corrupt", 0),) if rank == 1 else ()
+        return Loader(row(*lengths, left_out=gone) for lengths in ROWS[rank::data_parallel])
+
+
+def run_rank(rank: int, port: int, path: Path, tensor: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    monitor = PackingMonitor(summary=True)
+    data = RankData(ParallelLayout(tensor=tensor))
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "log_every_n_steps": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(path, monitor, max_steps=2, **options)
+        run.fit(TokenModel(), datamodule=data)
+        report["warnings"] = [str(w.message) for w in caught if issubclass(w.category, LeftOutWarning)]
+    report["logged"] = sorted(name for name in run.logged_metrics if name.startswith("packing/"))
+    report["seen"] = float(run.logged_metrics["packing/real_tokens_seen"])
+    report["state"] = monitor.state_dict()["total"]
+    run.save_checkpoint(path / "a.ckpt")
+    resumed = PackingMonitor(summary=False)
+    second = trainer(path, resumed, max_steps=3, **options)
+    second.fit(TokenModel(), datamodule=data, ckpt_path=path / "a.ckpt", weights_only=True)
+    report["resumed"] = resumed.state_dict()["total"]
+    (path / f"rank{rank}.json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()
+
+
+def run_two_ranks(path: Path, tensor: int) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(rank, port, path, tensor), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_ranks_log_and_save_global_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    zero, one = run_two_ranks(tmp_path, tensor=1)
+    real = sum(map(sum, ROWS[:4]))
+    for report in (zero, one):
+        assert report["seen"] == report["state"]["real_tokens"] == real
+        assert report["state"]["packs"] == 4
+        assert report["state"]["left_out/corrupt"] == 2
+        # Resumed from rank 0's file on both ranks: the old total counts once, and the new batches of both ranks.
+        assert report["resumed"]["packs"] == 6
+        assert report["resumed"]["real_tokens"] == real + sum(ROWS[0]) + sum(ROWS[1])
+    assert zero["logged"] == one["logged"]
+    assert "packing/left_out/corrupt" in zero["logged"]
+    # Rank 0 saw none itself, and is the one that tells.
+    assert len(zero["warnings"]) == 1
+    assert "1 sources are left out of training so far" in zero["warnings"][0]
+    assert one["warnings"] == []
+    out = capfd.readouterr().out
+    assert out.count("train: left out for corrupt: 2 sources, 0 tokens, for example r1, r1") == 1
+
+
+def test_ranks_that_share_a_model_count_their_batches_once(tmp_path: Path) -> None:
+    zero, one = run_two_ranks(tmp_path, tensor=2)
+    assert zero["state"] == one["state"]
+    assert zero["state"]["packs"] == 2
+    assert zero["state"]["real_tokens"] == zero["seen"] == sum(map(sum, ROWS[:2]))
