@@ -23,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -183,38 +185,56 @@ class PackedBatch:
         width = sum(layout.width for _, layout in laid_out)
         input_ids = torch.full((1, width), pad_id, dtype=torch.int64)
         labels = torch.full((1, width), IGNORE, dtype=torch.int64)
-        shift_labels = labels.clone()
-        position_ids = torch.empty((1, width), dtype=torch.int64)
-        segment_ids = torch.zeros((1, width), dtype=torch.int32)
         real, physical, keys = [0], [0], []
         for pack, layout in laid_out:
             base = physical[-1]
             for source, end in zip(pack.sources, layout.cu_seqlens_padded[1:].tolist(), strict=True):
-                start, stop = physical[-1], base + end
-                filled = start + len(source)
-                input_ids[0, start:filled] = source.input_ids
-                labels[0, start:filled] = source.labels
-                shift_labels[0, start : filled - 1] = source.labels[1:]
-                position_ids[0, start:filled] = torch.arange(filled - start)
-                position_ids[0, filled:stop] = torch.arange(stop - filled)
+                filled = slice(physical[-1], physical[-1] + len(source))
+                input_ids[0, filled] = source.input_ids
+                labels[0, filled] = source.labels
                 keys.append(source.key)
-                segment_ids[0, start:filled] = len(keys)
                 real.append(real[-1] + len(source))
-                physical.append(stop)
+                physical.append(base + end)
+        return cls._of(input_ids, labels, real, physical, keys, [gone for pack in packs for gone in pack.left_out], ())
+
+    @classmethod
+    def _of(
+        cls,
+        input_ids: Tensor,
+        labels: Tensor,
+        real: list[int],
+        physical: list[int],
+        source_keys: list[str],
+        left_out: list[LeftOut],
+        restore_key: tuple[Any, ...],
+    ) -> PackedBatch:
+        """The row of these tokens: everything else follows from real and physical offsets."""
+        # In numpy: torch would wake its threads for every one of these small operations.
         cu_seqlens = torch.tensor(real, dtype=torch.int32)
-        return cls(
+        starts, lengths, padded = np.array(physical[:-1]), np.diff(real), np.diff(physical)
+        # Offset of each position in its own physical source, and how many of that source's tokens are real.
+        offset = np.arange(physical[-1]) - np.repeat(starts, padded)
+        length = np.repeat(lengths, padded)
+        shifted = np.full(labels.shape, IGNORE)
+        shifted[:, :-1] = labels.numpy()[:, 1:]
+        shifted[0, (starts + lengths - 1).astype(int)] = IGNORE
+        number = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), padded)
+        shift_labels = torch.from_numpy(shifted)
+        batch = cls(
             input_ids=input_ids,
             labels=labels,
             shift_labels=shift_labels,
-            loss_mask=shift_labels != IGNORE,
-            position_ids=position_ids,
+            loss_mask=torch.from_numpy(shifted != IGNORE),
+            position_ids=torch.from_numpy(np.where(offset < length, offset, offset - length))[None],
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=cu_seqlens if real == physical else torch.tensor(physical, dtype=torch.int32),
-            max_seqlen=max((layout.max_seqlen for _, layout in laid_out), default=0),
-            segment_ids=segment_ids,
-            source_keys=keys,
-            left_out=[gone for pack in packs for gone in pack.left_out],
+            max_seqlen=int(padded.max(initial=0)),
+            segment_ids=torch.from_numpy(np.where(offset < length, number, np.int32(0)))[None],
+            source_keys=source_keys,
+            left_out=left_out,
         )
+        batch.__restore_key__ = restore_key
+        return batch
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of a transformers causal model, boundaries physical (safe for causal attention everywhere)."""
@@ -271,3 +291,18 @@ class PackedBatch:
                 value = changed[id(value)]
             values[f.name] = value
         return type(self)(**values)
+
+
+def _send(batch: PackedBatch) -> tuple[Any, ...]:
+    tokens = torch.cat([batch.input_ids, batch.labels]).numpy().tobytes()
+    offsets = (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist())
+    return _receive, (tokens, *offsets, batch.source_keys, batch.left_out, batch.__restore_key__)
+
+
+def _receive(tokens: bytes, real: list[int], physical: list[int], *news: Any) -> PackedBatch:
+    both = np.frombuffer(bytearray(tokens), dtype=np.int64).reshape(2, 1, -1)
+    return PackedBatch._of(torch.from_numpy(both[0]), torch.from_numpy(both[1]), real, physical, *news)
+
+
+# From a loader worker a row comes as one message: to share ten small tensors between processes costs more than to make them.
+ForkingPickler.register(PackedBatch, _send)

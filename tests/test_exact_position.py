@@ -73,11 +73,18 @@ def uninterrupted(numbers: Path) -> dict[int, list[PackedBatch]]:
     return given
 
 
-@pytest.mark.parametrize("prefetched", [0, 1])
+@pytest.mark.parametrize(("prefetched", "snapshot_seconds"), [(0, 0.0), (1, 0.0), (1, 5.0)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_restored_at_every_step_the_next_batches_are_the_same(
-    numbers: Path, uninterrupted: dict[int, list[PackedBatch]], workers: int, prefetched: int
+    numbers: Path,
+    uninterrupted: dict[int, list[PackedBatch]],
+    workers: int,
+    prefetched: int,
+    snapshot_seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # 0: a snapshot with every batch; 5: a restored run starts from the beginning and works off what came since.
+    monkeypatch.setattr("lightning_pack.energon.reader.SNAPSHOT_SECONDS", snapshot_seconds)
     expected = uninterrupted[workers]
     assert any(batch.left_out for batch in expected[:25]), "the case is only interesting if sources are left out on the way"
     assert len({key for batch in expected for key in batch.source_keys}) < sum(len(b.source_keys) for b in expected)
@@ -159,7 +166,7 @@ def test_state_needs_no_pickled_classes_and_is_small(numbers: Path) -> None:
 def test_workers_end_and_the_state_stays(numbers: Path) -> None:
     run = Run(numbers, num_workers=2)
     run.train(3)
-    workers = run.data._train._loader._iterator._workers  # type: ignore[union-attr]
+    workers = run.data._train._reader._loader._iterator._workers  # type: ignore[union-attr]
     assert all(worker.is_alive() for worker in workers)
     before = run.data.state_dict()
     assert comparable(run.end()) == comparable(before)
@@ -170,7 +177,7 @@ def test_workers_end_and_the_state_stays(numbers: Path) -> None:
 def test_a_killed_worker_is_an_error_not_a_hang(numbers: Path, workers: int) -> None:
     run = Run(numbers, num_workers=workers)
     run.train(2)
-    victim = run.data._train._loader._iterator._workers[0]  # type: ignore[union-attr]
+    victim = run.data._train._reader._loader._iterator._workers[0]  # type: ignore[union-attr]
     victim.kill()
     victim.join()
     with pytest.raises(RuntimeError, match=r"killed|failed|exited"):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from lightning_pack import PackedBatch, PackingPolicy
 from lightning_pack.row import EncodedSource
+from tests.numbers_data import same_batch
 
 
 def packed(lengths: list[int], *, multiple: int = 1, width: object = "variable", pad_id: int = 0) -> PackedBatch:
@@ -74,6 +77,19 @@ def test_the_boundary_tensor_stays_one_object() -> None:
     assert moved.cu_seqlens is moved.cu_seqlens_padded
     sent = pickle.loads(pickle.dumps(batch))
     assert sent.cu_seqlens is sent.cu_seqlens_padded
+
+
+@pytest.mark.parametrize("lengths", [[4, 3], [5, 3, 1], []])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_what_a_worker_sends_arrives_equal(lengths: list[int], multiple: int) -> None:
+    policy = PackingPolicy(capacity=64, multiple=multiple)
+    sources = [EncodedSource.of(f"k{i}", torch.arange(n) + 100 * (i + 1)) for i, n in enumerate(lengths)]
+    pack = policy.build([*sources, EncodedSource.dropped("gone", "corrupt")])
+    batch = PackedBatch.from_packs([pack], pad_id=3)
+    batch.__restore_key__ = ("Batch", 3, ("Pack", 1))
+    sent = pickle.loads(bytes(ForkingPickler.dumps(batch)))
+    assert same_batch(sent, batch)
+    assert sent.left_out[0].reason == "corrupt"
 
 
 def test_a_batch_unpacks_to_the_arguments_of_a_model() -> None:

@@ -18,10 +18,8 @@ from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDataset
 from megatron.energon.metadataset import load_dataset
 from megatron.energon.savable_loader import BasicDataLoader, SavableDataLoader
 
+from lightning_pack.energon import reader
 from lightning_pack.energon.task_encoder import PackTaskEncoder
-
-#: Seconds between the snapshots that a worker takes of itself: a resumed run works off at most this much again.
-SNAPSHOT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ def open_stream(options: StreamOptions, encoder: PackTaskEncoder, *, split: str 
         # More snapshots than Energon keeps by itself: a position some batches back must be covered too.
         loader = get_savable_loader(
             dataset,
-            checkpoint_every_sec=SNAPSHOT_SECONDS,
+            checkpoint_every_sec=reader.SNAPSHOT_SECONDS,
             n_checkpoints=2 * max(options.num_workers, 1) + 8,
             watchdog_timeout_seconds=None,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.energon.savable_loader import BasicDataLoader
 
+from lightning_pack.energon.reader import stop_workers
 from lightning_pack.row import LeftOut, PackedBatch
 
 
@@ -45,14 +46,3 @@ class PassLoader:
         if orphans:
             listed = ", ".join(f"{gone.key} ({gone.reason})" for gone in orphans[:3])
             warnings.warn(f"no source of the pass is usable: {len(orphans)} are left out, such as {listed}", stacklevel=2)
-
-
-def stop_workers(loader: Any) -> None:
-    """End the worker processes of an Energon loader, if it has any."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None:
-        # The command thread of a savable worker looks up once a second; told to end, it does not hold up the worker's exit.
-        for queue in getattr(loader, "cmd_queues", ()):
-            queue.put((None,))
-        iterator._shutdown_workers()
-        loader._iterator = None
