@@ -140,12 +140,16 @@ def _prepare(args: list[str]) -> None:
     print(prepare_jsonl(Path(source), out, **options).summary())
 
 
+#: Errors that are an answer to the user, beside ValueError and OSError. Where one was raised, its module is loaded.
+_ANSWERS = (
+    ("lightning.fabric.utilities.exceptions", "MisconfigurationException"),
+    ("lightning_pack.energon.reader", "PositionLostError"),
+)
+
+
 def _is_for_users(error: Exception) -> bool:
-    # Lightning's class is not imported for this: where it was raised, it is loaded.
-    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
-    return isinstance(error, (ValueError, OSError)) or (
-        lightning is not None and isinstance(error, lightning.MisconfigurationException)
-    )
+    answers = [getattr(sys.modules[module], name) for module, name in _ANSWERS if module in sys.modules]
+    return isinstance(error, (ValueError, OSError, *answers))
 
 
 def _message(error: Exception) -> str:

@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 def on_ranks(function: str, argument: dict[str, Any], *, folder: Path, ranks: int = 2, timeout: float = 280) -> list[Any]:
     """What ``function`` (``"module:name"``, JSON in and out) returns on each rank, given ``argument``."""
@@ -49,3 +51,6 @@ if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
     result = getattr(importlib.import_module(module), name)(json.loads(sys.argv[2]))
     Path(sys.argv[3]).write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        # A process that ends with a live group may be aborted by it.
+        torch.distributed.destroy_process_group()

@@ -1,10 +1,6 @@
 """PackingMonitor in real Trainer runs; expected numbers are counted from the sources, not from the monitor's own metrics."""
 
 import csv
-import json
-import multiprocessing
-import os
-import socket
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -22,6 +18,7 @@ from lightning_pack.callbacks.monitor import LeftOutWarning, PackingMonitor
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import EncodedSource, PackedBatch
+from tests.ranks import on_ranks
 
 pytestmark = [
     # Lightning's own use of a name that torch has deprecated.
@@ -321,15 +318,11 @@ class RankData(LightningDataModule):
         return Loader(row(*lengths, left_out=gone) for lengths in ROWS[rank::data_parallel])
 
 
-def run_rank(rank: int, port: int, path: Path, tensor: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    torch.set_num_threads(1)
+def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
+    path = Path(argument["path"])
     report: dict[str, Any] = {}
     monitor = PackingMonitor(summary=True)
-    data = RankData(ParallelLayout(tensor=tensor))
+    data = RankData(ParallelLayout(tensor=argument["tensor"]))
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "log_every_n_steps": 1}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -344,28 +337,14 @@ def run_rank(rank: int, port: int, path: Path, tensor: int) -> None:
     second = trainer(path, resumed, max_steps=3, **options)
     second.fit(TokenModel(), datamodule=data, ckpt_path=path / "a.ckpt", weights_only=True)
     report["resumed"] = resumed.state_dict()["total"]
-    (path / f"rank{rank}.json").write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()
+    return report
 
 
 def run_two_ranks(path: Path, tensor: int) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, port, path, tensor), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
-    return [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks("tests.test_monitor:run_rank", {"path": str(path), "tensor": tensor}, folder=path / "ranks")
 
 
-def test_two_ranks_log_and_save_global_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
     zero, one = run_two_ranks(tmp_path, tensor=1)
     real = sum(map(sum, ROWS[:4]))
     for report in (zero, one):
@@ -381,7 +360,7 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path, capfd: pytest.Cap
     assert len(zero["warnings"]) == 1
     assert "1 sources are left out of training so far" in zero["warnings"][0]
     assert one["warnings"] == []
-    out = capfd.readouterr().out
+    out = "".join((tmp_path / "ranks" / f"rank{rank}.log").read_text() for rank in range(2))
     assert out.count("train: left out for corrupt: 2 sources, 0 tokens, for example r1, r1") == 1
 
 

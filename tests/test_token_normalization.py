@@ -1,9 +1,6 @@
 """Gradients per target token: one big batch, however it was cut over micro-batches and ranks."""
 
 import os
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from torch.optim import SGD
 from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from tests.ranks import on_ranks
 from tests.tiny_models import (
     Rows,
     alone_gradients,
@@ -247,8 +245,9 @@ def rank_rows(indices: list[int | None]) -> list[list[EncodedSource]]:
     return [without_targets(ROWS[1]) if index is None else ROWS[index] for index in indices]
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(argument: dict[str, Any]) -> None:
     """Body of one rank: every case in turn, gradients saved."""
+    rank, folder = int(os.environ["RANK"]), argument["folder"]
     for name, case in RANK_CASES.items():
         module = Sharded() if case.sharded else Recorded()
         options: dict[str, Any] = {"strategy": "ddp"}
@@ -263,29 +262,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_are_one_big_batch(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parent.parent
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    common |= {"TORCHELASTIC_RUN_ID": "test", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"from tests.test_token_normalization import run_rank; run_rank({rank}, {str(tmp_path)!r})"],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)[-4000:]
+    on_ranks("tests.test_token_normalization:run_rank", {"folder": str(tmp_path)}, folder=tmp_path / "ranks")
     for name, case in RANK_CASES.items():
         for rank in range(2):
             module = Recorded()
