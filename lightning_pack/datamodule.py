@@ -167,8 +167,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _settings(self, world_size: int) -> dict[str, Any]:
         """Everything that decides which batches come, flat, under the names that people set."""
-        settings: dict[str, Any] = {f"packing.{name}": value for name, value in self.packing.fingerprint().items()}
-        settings |= {f"encoder.{name}": value for name, value in self.encoder.fingerprint().items()}
+        settings = _flat({"packing": self.packing.fingerprint(), "encoder": self.encoder.fingerprint()})
         return settings | {
             "data": data_fingerprint(self.path),
             "data-parallel ranks": world_size,
@@ -283,6 +282,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
     def _count_trained(self) -> None:
         assert self._train is not None
         self._counts.add(self._train.trained())
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names, so that a difference names just what differs."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 class _Counts:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_pack import EnergonPackDataModule, PackingPolicy, ParallelLayout
 from lightning_pack.datamodule import ResumeError
+from lightning_pack.prepare.tokenizer import train_tokenizer
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
 from tests.training import Options, Recorder, datamodule, read_record, run, trainer
 
@@ -206,6 +207,37 @@ def test_a_changed_setting_is_refused_with_both_values(
     assert line in str(refusal.value)
     assert str(refusal.value).count(" in the checkpoint, ") == 1, "only what differs is named"
     assert "Set them back to resume" in str(refusal.value)
+
+
+def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
+    records = [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(20)
+    ]
+    path = write_webdataset(tmp_path / "chats", {"train": records})
+    texts = [f"question {i} answer {i}" for i in range(100)]
+    first = train_tokenizer(texts, vocab_size=300)
+    state = None
+    changed = train_tokenizer(texts, vocab_size=290)
+    template = train_tokenizer(texts, vocab_size=300)
+    template.chat_template = template.chat_template.replace("<|im_start|>", "<|im_start|> ")
+    same = train_tokenizer(texts, vocab_size=300)
+    for tokenizer, names in ((first, []), (same, []), (changed, ["backend", "vocab_size"]), (template, ["template"])):
+        data = EnergonPackDataModule(
+            path, tokenizer=tokenizer, packing=PackingPolicy(capacity=64, buffer_size=4), num_workers=0
+        )
+        data.setup("fit")
+        if state is None:
+            next(iter(data.train_dataloader()))
+            data._count_trained()
+            state = data.state_dict()
+        elif not names:
+            data.load_state_dict(state)
+        else:
+            with pytest.raises(ResumeError, match=r"encoder\.") as refusal:
+                data.load_state_dict(state)
+            lines = [line for line in str(refusal.value).splitlines() if " in the checkpoint, " in line]
+            assert lines
+            assert all(any(name in line for name in names) for line in lines), lines
 
 
 def test_the_refusal_reaches_the_user_through_the_trainer(numbers: Path, saved: Path) -> None:

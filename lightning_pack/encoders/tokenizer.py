@@ -76,4 +76,4 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
