@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import lcm
@@ -12,22 +12,18 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
 from lightning_pack.energon import ExactLoader, PassLoader, StreamOptions, data_fingerprint, has_split, open_pass, open_stream
-from lightning_pack.energon.task_encoder import PackTaskEncoder
+from lightning_pack.energon.task_encoder import task_encoder
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
-
-#: Version of the state in a checkpoint.
-STATE_VERSION = 1
-
-
-class ResumeError(ValueError):
-    """A checkpoint that cannot be continued exactly with the settings of this run."""
+from lightning_pack.progress import TrainingProgress
+from lightning_pack.resume import STATE_VERSION, ResumeError, flat, refuse_other_settings
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -95,8 +91,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.prepare = prepare
         self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
-        self._counts = _Counts()
-        self._train: ExactLoader | None = None
+        self._progress: TrainingProgress | None = None
+        self._fitted_by: pl.Trainer | None = None
         self._fingerprint: dict[str, Any] = {}
         self._resumed = False
 
@@ -126,14 +122,21 @@ class EnergonPackDataModule(pl.LightningDataModule):
             from lightning_pack.prepare import prepare_stdlib, prepared
 
             if prepared(Path(self.path)) is None:
+                rank_zero_info(f"Preparing the documentation of this Python as a dataset in {self.path} (once, some seconds)")
                 prepare_stdlib(Path(self.path))
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        for path in (self.path, self.val_path):
+            if path is not None and "://" not in path and not Path(path).exists():
+                raise ValueError(
+                    f"there is no dataset at {path!r}. Correct the path, or make one with "
+                    "'lightning-pack prepare FILE.jsonl OUT --tokenizer DIR' or 'energon prepare'"
+                )
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         rank, world_size = self._data_parallel()
-        task_encoder = PackTaskEncoder(self.encoder, policy=self.packing)
+        encoder = task_encoder(self.encoder, policy=self.packing)
         options = StreamOptions(
             path=self.path,
             rank=rank,
@@ -144,18 +147,27 @@ class EnergonPackDataModule(pl.LightningDataModule):
             max_samples_per_sequence=self.max_samples_per_sequence,
             packs_per_batch=self.packs_per_batch,
         )
-        self._open_pass = partial(open_pass, encoder=task_encoder)
+        self._open_pass = partial(open_pass, encoder=encoder)
         self.options = options
         if stage in (None, "fit"):
+            self._set_up_training(partial(open_stream, options, encoder), world_size)
+
+    def _set_up_training(self, open_loader: Callable[[], Any], world_size: int) -> None:
+        trainer = self.trainer
+        # A trainer that fits again goes on in the data, as its global step does; a new trainer starts at the beginning.
+        goes_on = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
+        fingerprint = self._settings(world_size)
+        if not goes_on or fingerprint != self._fingerprint:
             self._stop()
-            self._counts = _Counts()
-            self._resumed = False
-            self._fingerprint = self._settings(world_size)
-            self._train = ExactLoader(partial(open_stream, options, task_encoder))
-            if self.trainer is not None:
-                self._uncount()
-                # First, so that a checkpoint callback sees the batch counted.
-                self.trainer.callbacks.insert(0, _CountTrained(self))  # type: ignore[attr-defined]
+            self._progress = TrainingProgress(ExactLoader(open_loader))
+        self._fingerprint = fingerprint
+        self._fitted_by = trainer
+        self._resumed = False
+        if trainer is not None:
+            assert self._progress is not None
+            self._leave_callbacks()
+            # First, so that a checkpoint callback sees the batch counted.
+            trainer.callbacks.insert(0, self._progress)  # type: ignore[attr-defined]
 
     def _data_parallel(self) -> tuple[int, int]:
         if self.trainer is not None:
@@ -167,7 +179,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _settings(self, world_size: int) -> dict[str, Any]:
         """Everything that decides which batches come, flat, under the names that people set."""
-        settings = _flat({"packing": self.packing.fingerprint(), "encoder": self.encoder.fingerprint()})
+        settings = flat({"packing": self.packing.fingerprint(), "encoder": self.encoder.fingerprint()})
         return settings | {
             "data": data_fingerprint(self.path),
             "data-parallel ranks": world_size,
@@ -194,11 +206,17 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if trainer.ckpt_path is not None and not self._resumed:
                 raise ResumeError(
                     f"the checkpoint {trainer.ckpt_path!r} holds no position in the data for {type(self).__qualname__}: it was "
-                    "saved by another datamodule. Start a new run from its weights instead of resuming it"
+                    "saved by another datamodule. {NEW_RUN}"
                 )
-        if self._train is None:
+            module = trainer.lightning_module
+            if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+                raise ValueError(
+                    f"{type(module).__name__}.training_step takes dataloader_iter, so nobody can tell which batches it trained "
+                    "on: take batch and batch_idx"
+                )
+        if self._progress is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
-        return self._train
+        return self._progress.loader
 
     def val_dataloader(self) -> PassLoader | list[Any]:
         """The split ``val``, read anew at every iteration; nothing where the data has none."""
@@ -222,22 +240,22 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
         if stage == "fit":
             self._stop()
-            self._uncount()
+            self._leave_callbacks()
 
-    def _uncount(self) -> None:
+    def _leave_callbacks(self) -> None:
         if self.trainer is not None:
             callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _CountTrained)]
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, TrainingProgress)]
 
     def _stop(self) -> None:
-        if self._train is not None:
-            self._train.stop()
+        if self._progress is not None:
+            self._progress.loader.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of every data-parallel rank, and the settings it holds for. Collective: call it on every rank."""
-        if self._train is None:
+        if self._progress is None:
             return {}
-        mine = {"loader": self._train.state(), **self._counts.as_dict()}
+        mine = self._progress.state()
         ranks: list[Any] = [mine]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -253,68 +271,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
-        if self._train is None:
+        if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
-        self._refuse_other_settings(state_dict)
-        mine = state_dict["ranks"][self.options.rank]
-        self._counts = _Counts(**{name: mine[name] for name in _Counts.NAMES})
-        self._train.restore(mine["loader"])
+        refuse_other_settings(state_dict, settings=self._fingerprint)
+        self._progress.restore(state_dict["ranks"][self.options.rank])
         self._resumed = True
-
-    def _refuse_other_settings(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != STATE_VERSION:
-            raise ResumeError(
-                f"the checkpoint's data position has version {state.get('version')}, this package reads version {STATE_VERSION}"
-            )
-        saved = state["settings"]
-        different = [
-            f"  {name}: {saved.get(name, 'not set')!r} in the checkpoint, {self._fingerprint.get(name, 'not set')!r} now"
-            for name in {**saved, **self._fingerprint}
-            if saved.get(name) != self._fingerprint.get(name)
-        ]
-        if different:
-            raise ResumeError(
-                "the run cannot continue exactly, because these settings decide which batches come:\n"
-                + "\n".join(different)
-                + "\nSet them back to resume, or start a new run from the checkpoint's weights."
-            )
-
-    def _count_trained(self) -> None:
-        assert self._train is not None
-        self._counts.add(self._train.trained())
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, so that a difference names just what differs."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
-
-
-class _Counts:
-    """What a rank has trained on since the run began."""
-
-    NAMES = ("rows", "sources", "real_tokens", "left_out")
-
-    def __init__(self, *, rows: int = 0, sources: int = 0, real_tokens: int = 0, left_out: int = 0) -> None:
-        self.rows, self.sources, self.real_tokens, self.left_out = rows, sources, real_tokens, left_out
-
-    def add(self, batch: Any) -> None:
-        self.rows += 1
-        self.sources += len(batch.source_keys)
-        self.real_tokens += int(batch.cu_seqlens[-1])
-        self.left_out += len(batch.left_out)
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.NAMES}
-
-
-class _CountTrained(Callback):
-    """Tells the datamodule that a batch was trained."""
-
-    def __init__(self, datamodule: EnergonPackDataModule) -> None:
-        self._datamodule = datamodule
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._datamodule._count_trained()

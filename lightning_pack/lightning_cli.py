@@ -47,9 +47,7 @@ class PackCLI(LightningCLI):
         try:
             super()._parse_ckpt_path()
         except Exception as e:  # torch raises whatever the bytes of the file lead to
-            raise ValueError(
-                f"{path} cannot be read as a checkpoint: {str(e).splitlines()[0] if str(e) else 'it is empty'}"
-            ) from e
+            raise ValueError(f"{path} cannot be read as a checkpoint ({type(e).__name__})") from e
         now = self._model_settings()
         different = [name for name in given if given[name] != now.get(name)]
         if different:
@@ -58,6 +56,15 @@ class PackCLI(LightningCLI):
                 f"{path} holds a model with other settings:{values}\nSet them back to what the checkpoint says, or start a "
                 "new run"
             )
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit as e:
+            # Lightning ends an interrupted run with 1, as one that failed.
+            if isinstance(e.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
 
     def _model_settings(self) -> dict[str, Any]:
         settings = self.config[self.config.subcommand].get("model")

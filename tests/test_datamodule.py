@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 
@@ -46,6 +47,8 @@ def test_a_resumed_run_trains_the_same_batches(
         assert len(resumed.trained) < len(whole.trained)
         assert resumed.trained == {at: whole.trained[at] for at in resumed.trained}
         assert max(resumed.trained) == max(whole.trained)
+        # Dropout draws the same numbers too.
+        assert resumed.weights() == whole.weights()
 
 
 def test_resuming_twice_shortly_after_each_other(numbers: Path, tmp_path: Path) -> None:
@@ -228,7 +231,7 @@ def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
         data.setup("fit")
         if state is None:
             next(iter(data.train_dataloader()))
-            data._count_trained()
+            data._progress.count_batch()
             state = data.state_dict()
         elif not names:
             data.load_state_dict(state)
@@ -286,6 +289,49 @@ def test_a_checkpoint_saved_after_fit_holds_the_position(numbers: Path, tmp_path
     assert [*module.trained.values(), *resumed.trained.values()] == list(whole.trained.values())
 
 
+def test_a_trainer_that_fits_again_goes_on_in_the_data(numbers: Path) -> None:
+    whole = run(Options(data=str(numbers), trainer={"max_steps": 8}))
+    options = Options(data=str(numbers), trainer={"max_steps": 3})
+    run_it, module, data = trainer(options), Recorder(), datamodule(options)
+    run_it.fit(module, data)
+    run_it.fit_loop.epoch_loop.max_steps = 8
+    run_it.fit(module, data)
+    assert list(module.trained.values()) == list(whole.trained.values())
+    # Another trainer begins at the beginning.
+    again = Recorder()
+    trainer(options).fit(again, data)
+    assert list(again.trained.values()) == list(whole.trained.values())[:3]
+
+
+def test_a_checkpoint_between_optimizer_steps_says_what_it_lacks(numbers: Path, tmp_path: Path) -> None:
+    options = Options(data=str(numbers), trainer={"max_steps": 2, "accumulate_grad_batches": 4})
+    run_it = trainer(options)
+    run_it.callbacks.append(SavesAfter(3, tmp_path / "mid.ckpt"))  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="counts 3 micro-batches as trained whose gradients it does not hold"):
+        run_it.fit(Recorder(), datamodule(options))
+
+
+class SavesAfter(pl.Callback):
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+class Pulls(Recorder):
+    def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        raise AssertionError("must be refused before")
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_a_step_that_pulls_batches_itself_is_refused(numbers: Path) -> None:
+    options = Options(data=str(numbers), trainer={"max_steps": 2})
+    with pytest.raises(ValueError, match=r"Pulls\.training_step takes dataloader_iter"):
+        trainer(options).fit(Pulls(), datamodule(options))
+
+
 class SavesAtStart(pl.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -317,12 +363,7 @@ def test_a_run_killed_with_signal_9_continues_with_the_same_batches(numbers: Pat
     )
     command = [sys.executable, "-m", "tests.training"]
     victim = subprocess.Popen([*command, as_json(base, sleep=0.1)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log = Path(f"{record}.0")
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") >= 11):
-        assert time.monotonic() < deadline, "the run did not get going"
-        assert victim.poll() is None, "the run ended by itself"
-        time.sleep(0.05)
+    wait_for_steps(victim, record, 11)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert 3 <= max(int(p.stem.split("=")[1]) for p in checkpoints.glob("step=*.ckpt")) < 40
@@ -331,6 +372,64 @@ def test_a_run_killed_with_signal_9_continues_with_the_same_batches(numbers: Pat
     seen = read_record(record)
     assert any(len(digests) > 1 for digests in seen.values()), "the steps since the last checkpoint are trained again"
     assert {at: set(digests) for at, digests in seen.items()} == {at: {d} for at, d in whole.trained.items()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_saves_the_position(numbers: Path, tmp_path: Path, workers: int) -> None:
+    record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
+    options = Options(
+        data=str(numbers),
+        workers=workers,
+        record=str(record),
+        sleep=0.1,
+        checkpoints=str(checkpoints),
+        every_n_steps=1000,
+        trainer={"max_steps": 500},
+    )
+    # A terminal sends the signal to the whole group, workers included.
+    victim = subprocess.Popen(
+        [sys.executable, "-m", "tests.training", as_json(options)], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    wait_for_steps(victim, record, 6)
+    os.killpg(victim.pid, signal.SIGINT)
+    victim.wait(timeout=30)
+    (saved,) = checkpoints.glob("step=*.ckpt")
+    done = int(saved.stem.split("=")[1])
+    assert 5 <= done < 500
+    assert torch.load(saved, weights_only=True)["EnergonPackDataModule"]["ranks"][0]["counts"]["rows"] == done
+    resumed = run(Options(data=str(numbers), workers=workers, resume=str(saved), trainer={"max_steps": done + 4}))
+    whole = run(Options(data=str(numbers), workers=workers, trainer={"max_steps": done + 4}))
+    assert list(resumed.trained.values()) == list(whole.trained.values())[done:]
+
+
+def wait_for_steps(victim: subprocess.Popen[bytes], record: Path, steps: int) -> None:
+    log = Path(f"{record}.0")
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= steps):
+        assert time.monotonic() < deadline, "the run did not get going"
+        assert victim.poll() is None, "the run ended by itself"
+        time.sleep(0.05)
+
+
+def test_workers_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
+    # Rows that do not fit into a pipe at once: their worker is blocked in sending when the run is killed.
+    path = write_webdataset(tmp_path / "long", {"train": records_of([9000] * 60)})
+    options = Options(
+        data=str(path),
+        workers=2,
+        sleep=0.3,
+        record=str(tmp_path / "record"),
+        policy={"capacity": 36_000},
+        trainer={"max_steps": 400},
+    )
+    victim = subprocess.Popen([sys.executable, "-m", "tests.training", as_json(options)], stderr=subprocess.DEVNULL)
+    wait_for_steps(victim, tmp_path / "record", 3)
+    workers = psutil.Process(victim.pid).children(recursive=True)
+    assert len(workers) == 2
+    victim.kill()
+    victim.wait()
+    gone, alive = psutil.wait_procs(workers, timeout=15)
+    assert len(gone) == 2, alive
 
 
 def as_json(options: Options, **changes: Any) -> str:
@@ -345,9 +444,11 @@ def newest(folder: Path) -> str:
 
 
 def test_a_missing_dataset_says_what_to_do(tmp_path: Path) -> None:
-    data = EnergonPackDataModule(tmp_path / "nothing", encoder=NumberEncoder())
+    with pytest.raises(ValueError, match=r"there is no dataset at .*nothing.*lightning-pack prepare"):
+        EnergonPackDataModule(tmp_path / "nothing").setup("fit")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"cannot be opened as an Energon dataset .*lightning-pack prepare"):
-        data.setup("fit")
+        EnergonPackDataModule(tmp_path / "empty", encoder=NumberEncoder()).setup("fit")
 
 
 @pytest.mark.parametrize(

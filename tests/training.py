@@ -32,14 +32,17 @@ def digest(batch: PackedBatch) -> str:
 
 
 class Recorder(pl.LightningModule):
-    """Predicts the next token from the last one; remembers each batch under (epoch, batch index)."""
+    """Predicts the next token from the last one, with dropout; remembers each batch under (epoch, batch index)."""
 
     def __init__(self, record: Path | None = None, *, sleep: float = 0.0) -> None:
         super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Embedding(600, 8), torch.nn.Linear(8, 600))
+        self.model = torch.nn.Sequential(torch.nn.Embedding(600, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 600))
         self.record, self.sleep = record, sleep
         self.trained: dict[tuple[int, int], str] = {}
         self.validated: list[list[str]] = []
+
+    def weights(self) -> list[float]:
+        return torch.cat([p.detach().flatten() for p in self.parameters()]).tolist()
 
     def loss(self, batch: PackedBatch) -> Tensor:
         logits = self.model(batch.input_ids)
@@ -95,7 +98,12 @@ def trainer(options: Options) -> pl.Trainer:
     if options.checkpoints:
         callbacks.append(
             ModelCheckpoint(
-                options.checkpoints, filename="{step}", every_n_train_steps=options.every_n_steps, save_top_k=-1, save_last=True
+                options.checkpoints,
+                filename="{step}",
+                every_n_train_steps=options.every_n_steps,
+                save_top_k=-1,
+                save_last=True,
+                save_on_exception=True,
             )
         )
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "limit_val_batches": 0} | options.trainer

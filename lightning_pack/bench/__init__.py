@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 from itertools import islice
@@ -38,8 +39,8 @@ def main(args: Sequence[str]) -> None:
     )
     parser.add_argument("-c", "--config", type=Path, required=True, help="a configuration of fit; its model and data are used")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="what to measure (default: all)")
-    parser.add_argument("--rows", type=int, default=24, help="packed rows to train on (default: 24)")
-    parser.add_argument("--sources", type=int, default=12_000, help="sources to load (default: 12000)")
+    parser.add_argument("--rows", type=int, default=16, help="packed rows to train on (default: 16)")
+    parser.add_argument("--sources", type=int, default=8_000, help="sources to load (default: 8000)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each side, of which the fastest counts (default: 3)")
     options = parser.parse_args(args)
     for name in ("rows", "sources", "turns"):
@@ -49,7 +50,11 @@ def main(args: Sequence[str]) -> None:
     data.prepare_data()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"{options.config}: {torch.get_num_threads()} threads, torch {torch.__version__}, fastest of {options.turns} turns")
+    print("This takes some minutes; the machine should have nothing else to do.", file=sys.stderr)
+    print(
+        f"{options.config}: {torch.get_num_threads()} threads, torch {torch.__version__}, fastest of {options.turns} turns",
+        flush=True,
+    )
     rows = list(islice(rows_of(data), options.rows)) if {"training", "lightning"} & set(options.only) else []
     if "training" in options.only:
         budget, pad_id = data.packing.capacity * data.packs_per_batch, data.encoder.pad_id

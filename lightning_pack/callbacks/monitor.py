@@ -264,9 +264,12 @@ def _logs_now(trainer: Trainer, pl_module: LightningModule) -> bool:
 
 
 def _log_values(pl_module: LightningModule, values: Mapping[str, float], *, on_step: bool, on_epoch: bool) -> None:
-    # The values are the same on all ranks already. float64 keeps token counts exact beyond 2**24; MPS has none.
+    # The values are the same on all ranks already, but Lightning warns of an epoch's value without sync_dist. float64 keeps
+    # token counts exact beyond 2**24; MPS has none.
     dtype = torch.float32 if pl_module.device.type == "mps" else torch.float64
     for name, value in values.items():
         tensor = torch.tensor(value, dtype=dtype, device=pl_module.device)
         bar = name.endswith("fill")
-        pl_module.log(f"packing/{name}", tensor, prog_bar=bar, on_step=on_step, on_epoch=on_epoch, batch_size=1)
+        pl_module.log(
+            f"packing/{name}", tensor, prog_bar=bar, on_step=on_step, on_epoch=on_epoch, batch_size=1, sync_dist=on_epoch
+        )

@@ -4,7 +4,8 @@ Which tokens those are is told by the tokenizer's chat template, in one of two w
 
 * ``{% generation %}`` marks in the template enclose what the assistant writes, usually the answer and its end-of-turn mark;
 * without marks, the chat is rendered up to and through each assistant turn. Where every such rendering begins the next, the
-  difference is the assistant's text. The whole chat is tokenized once, so the tokens are those of the plain rendering.
+  difference is the assistant's text, whatever the template writes after an answer included. The whole chat is tokenized once,
+  so the tokens are those of the plain rendering.
 
 Templates that change earlier turns when later ones follow (some drop earlier reasoning) need the marks.
 """

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
@@ -101,8 +101,7 @@ def open_stream(options: StreamOptions, encoder: PackTaskEncoder, *, split: str 
             n_checkpoints=2 * max(options.num_workers, 1) + 8,
             watchdog_timeout_seconds=None,
         )
-    loader.pin_memory = torch.cuda.is_available()
-    return loader
+    return _ours(loader)
 
 
 def open_pass(options: StreamOptions, encoder: PackTaskEncoder, *, split: str = "val") -> BasicDataLoader[Any]:
@@ -121,7 +120,16 @@ def open_pass(options: StreamOptions, encoder: PackTaskEncoder, *, split: str = 
             task_encoder=encoder,
         )
         loader = get_loader(dataset, watchdog_timeout_seconds=None)
+    return _ours(loader)
+
+
+Loader = TypeVar("Loader", SavableDataLoader[Any], BasicDataLoader[Any])
+
+
+def _ours(loader: Loader) -> Loader:
+    # Energon pins memory where there is no device to pin it for.
     loader.pin_memory = torch.cuda.is_available()
+    reader.tie_workers_to_this_process(loader)
     return loader
 
 

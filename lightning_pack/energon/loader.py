@@ -18,6 +18,8 @@ from lightning_pack.row import LeftOut, PackedBatch
 
 #: So many sources in a row without one that can be trained on end the run.
 MOST_LEFT_OUT_IN_A_ROW = 10_000
+#: So many batches that are fetched and never counted as trained are a mistake, and memory.
+MOST_UNTRAINED = 1024
 
 
 class _Fetched(NamedTuple):
@@ -85,6 +87,11 @@ class ExactLoader:
             reader.close()
 
     def _fetch(self) -> PackedBatch:
+        if len(self._untrained) >= MOST_UNTRAINED:
+            raise RuntimeError(
+                f"{MOST_UNTRAINED} batches were fetched and none was counted as trained, so no position can be saved: give the "
+                "Trainer the datamodule itself and not its loader, or call the loader's trained() after each batch"
+            )
         if self._reader is None:
             if isinstance(self._origin, PositionLostError):
                 raise self._origin

@@ -10,8 +10,14 @@ batches, or never come. Such a worker stands where it was started, which is know
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megatron.energon.savable_loader import SavableDataLoader, SavableDataLoaderState, SavableDatasetCheckpoint
@@ -134,12 +140,7 @@ class WorkerReader:
         given = [now > then for now, then in zip(position.last, self._at_start(), strict=True)]
         workers = self._start
         if any(given):
-            # A worker that died does not answer.
-            if self._failed or not all(process.is_alive() for process in self._loader._iterator._workers):
-                raise PositionLostError(
-                    "a loader worker has failed, so the position in the data is not known: resume from an older checkpoint"
-                )
-            answers = self._loader._worker_command("get_checkpoint", list(position.last))
+            answers = self._ask_workers("get_checkpoint", list(position.last))
             workers = [answer if asked else known for answer, asked, known in zip(answers, given, self._start, strict=True)]
         state = SavableDataLoaderState(
             worker_states=list(workers),
@@ -147,6 +148,26 @@ class WorkerReader:
             micro_batch_size=self._loader._get_batch_size(),
         )
         return to_plain(state)
+
+    def _ask_workers(self, *command: Any) -> list[Any]:
+        """Energon's own way to ask waits for ever for a worker that died."""
+        answers: dict[int, Any] = {}
+        if not self._failed:
+            for commands in self._loader.cmd_queues:
+                commands.put(command)
+        for results in self._loader.result_queues:
+            while True:
+                if self._failed or not all(process.is_alive() for process in self._loader._iterator._workers):
+                    raise PositionLostError(
+                        "a loader worker has failed, so the position in the data is not known: resume from an older checkpoint"
+                    )
+                with contextlib.suppress(queue.Empty):
+                    answers |= results.get(timeout=1)
+                    break
+        for answer in answers.values():
+            if isinstance(answer, Exception):
+                raise answer
+        return [answers[worker] for worker in range(len(answers))]
 
     def close(self) -> None:
         """End the workers."""
@@ -158,7 +179,27 @@ def stop_workers(loader: Any) -> None:
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:
         # The command thread of a savable worker looks up once a second; told to end, it does not hold up the worker's exit.
-        for queue in getattr(loader, "cmd_queues", ()):
-            queue.put((None,))
+        for commands in getattr(loader, "cmd_queues", ()):
+            commands.put((None,))
         iterator._shutdown_workers()
         loader._iterator = None
+
+
+def tie_workers_to_this_process(loader: Any) -> None:
+    """Make the loader's workers leave Ctrl-C to this process, and exit when it is gone, even killed.
+
+    A terminal sends Ctrl-C to workers too, which would take the position with them. And a worker that is blocked while it
+    sends a batch waits for ever: its siblings hold the other end of the pipe open.
+    """
+    loader.worker_init_fn = partial(_follow_parent, loader.worker_init_fn, os.getpid())
+
+
+def _follow_parent(then: Callable[[int], None], parent: int, worker_id: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+    then(worker_id)

@@ -118,12 +118,17 @@ class PackTaskEncoder(DefaultTaskEncoder):
         return super()._load_dataset(dataset, worker_rotation_offset, worker_config)
 
     @stateless
-    def encode_sample(self, sample: Sample) -> Generator[EncodedSource, None, None]:
-        """Sources of one sample, as the policy admits them."""
-        for source in self.policy.admit(self._encode(sample)):
+    def encode_sample(self, sample: Sample) -> EncodedSource:
+        """The source of a sample, or the marker of its absence."""
+        (source,) = self._sources(sample)
+        return source
+
+    def _sources(self, sample: Sample) -> list[EncodedSource]:
+        sources = self.policy.admit(self._encode(sample))
+        for source in sources:
             # Energon extends the key of the sample that a source came from.
             source.__restore_key__ = sample.__restore_key__
-            yield source
+        return sources
 
     def _encode(self, sample: Sample) -> EncodedSource:
         key = sample.__key__
@@ -189,3 +194,17 @@ class PackTaskEncoder(DefaultTaskEncoder):
             drop_last=batch_drop_last,
             worker_config=worker_config,
         )
+
+
+class SplitTaskEncoder(PackTaskEncoder):
+    """For policies that split: a sample may be several sources."""
+
+    @stateless
+    def encode_sample(self, sample: Sample) -> Generator[EncodedSource, None, None]:
+        """The sources of a sample."""
+        yield from self._sources(sample)
+
+
+def task_encoder(encoder: Encoder, *, policy: PackingPolicy) -> PackTaskEncoder:
+    """The task encoder for a policy."""
+    return (SplitTaskEncoder if policy.overlength == "split" else PackTaskEncoder)(encoder, policy=policy)
