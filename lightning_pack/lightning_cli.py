@@ -24,6 +24,11 @@ _WARNINGS = (
 )
 
 
+class _Parser(LightningArgumentParser):
+    def print_usage(self, file: Any = None) -> None:
+        """Nothing: before an error, eighty lines of usage would hide it; --help shows them."""
+
+
 class PackCLI(LightningCLI):
     """``fit``, ``validate`` and ``test``; ``predict`` has no meaning for :class:`PackedCausalLM` yet."""
 
@@ -80,6 +85,7 @@ def run(args: list[str]) -> None:
         args=args,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
+        parser_class=_Parser,
         parser_kwargs={"prog": "lightning-pack"},
         auto_configure_optimizers=False,
     )

@@ -192,6 +192,8 @@ class PackedBatch:
                 filled = slice(physical[-1], physical[-1] + len(source))
                 input_ids[0, filled] = source.input_ids
                 labels[0, filled] = source.labels
+                # Also where an encoder says otherwise: it would be the target of the source before.
+                labels[0, filled.start] = IGNORE
                 keys.append(source.key)
                 real.append(real[-1] + len(source))
                 physical.append(base + end)
@@ -217,7 +219,6 @@ class PackedBatch:
         length = np.repeat(lengths, padded)
         shifted = np.full(labels.shape, IGNORE)
         shifted[:, :-1] = labels.numpy()[:, 1:]
-        shifted[0, (starts + lengths - 1).astype(int)] = IGNORE
         number = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), padded)
         shift_labels = torch.from_numpy(shifted)
         batch = cls(

@@ -50,6 +50,14 @@ def test_every_field_of_a_row(lengths: list[int], multiple: int, fixed: bool) ->
     assert (batch.cu_seqlens is batch.cu_seqlens_padded) == (bounds == batch.cu_seqlens.tolist())
 
 
+def test_no_target_crosses_a_boundary_whatever_an_encoder_says() -> None:
+    ids = [torch.arange(n) + 100 * n for n in (3, 2)]
+    sources = [EncodedSource(key=str(i), input_ids=t, labels=t) for i, t in enumerate(ids)]
+    batch = PackedBatch.from_packs([PackingPolicy(capacity=8).build(sources)], pad_id=0)
+    assert batch.labels.tolist() == [[-100, 301, 302, -100, 201]]
+    assert batch.shift_labels.tolist() == [[301, 302, -100, 201, -100]]
+
+
 def test_packs_are_joined_end_to_end() -> None:
     policy = PackingPolicy(capacity=16, multiple=4, width="fixed")
     packs = [policy.build([EncodedSource.of(f"{p}{i}", torch.arange(5)) for i in range(2)]) for p in "ab"]

@@ -87,7 +87,8 @@ def packed_attention(
         if require_boundaries:
             raise ValueError(
                 f"no boundaries reached {layer}, so the sources of the row would see each other: call the model with all of "
-                "batch.model_inputs(); if you do, the model's code loses cu_seq_lens_q on the way and cannot be trained packed"
+                "batch.model_inputs(); if you do, the model's code loses cu_seq_lens_q on the way and cannot be trained packed "
+                "(to generate, set another attention implementation first)"
             )
         refuse_restarts(attention_mask, kwargs.get("position_ids"), length=query.shape[2])
         rows = query.shape[0]
