@@ -242,6 +242,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
             self._stop()
             self._leave_callbacks()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """End the workers; Lightning calls no teardown after an error. Checkpoints of the error are saved by then."""
+        self._stop()
+        self._leave_callbacks()
+
     def _leave_callbacks(self) -> None:
         if self.trainer is not None:
             callbacks = self.trainer.callbacks  # type: ignore[attr-defined]

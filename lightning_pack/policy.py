@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_pack.binning import get_packer
-from lightning_pack.row import IGNORE, EncodedSource, LeftOut, Pack, RowLayout
+from lightning_pack.layout import RowLayout
+from lightning_pack.row import IGNORE, EncodedSource, LeftOut, Pack
 
 Overlength = Literal["drop", "truncate", "split", "error"]
 

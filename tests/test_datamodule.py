@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_pack import EnergonPackDataModule, PackingPolicy, ParallelLayout
+from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy, ParallelLayout
 from lightning_pack.datamodule import ResumeError
 from lightning_pack.prepare.tokenizer import train_tokenizer
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
@@ -309,6 +310,27 @@ def test_a_checkpoint_between_optimizer_steps_says_what_it_lacks(numbers: Path, 
     run_it.callbacks.append(SavesAfter(3, tmp_path / "mid.ckpt"))  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="counts 3 micro-batches as trained whose gradients it does not hold"):
         run_it.fit(Recorder(), datamodule(options))
+
+
+class Fails(Recorder):
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            raise ZeroDivisionError("a fault of the module")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_in_training_ends_the_workers_and_saves_the_batch_before(numbers: Path, tmp_path: Path) -> None:
+    options = Options(data=str(numbers), workers=2, checkpoints=str(tmp_path), every_n_steps=100, trainer={"max_steps": 9})
+    data, run_it, module = datamodule(options), trainer(options), Fails()
+    with pytest.raises(ZeroDivisionError):
+        run_it.fit(module, data)
+    assert not multiprocessing.active_children()
+    assert data._progress not in run_it.callbacks  # type: ignore[attr-defined]
+    (saved,) = tmp_path.glob("step=*.ckpt")
+    resumed = run(Options(data=str(numbers), workers=2, resume=str(saved), trainer={"max_steps": 6}))
+    whole = run(Options(data=str(numbers), workers=2, trainer={"max_steps": 6}))
+    assert module.trained | resumed.trained == whole.trained
+    assert len(resumed.trained) == 3
 
 
 class SavesAfter(pl.Callback):

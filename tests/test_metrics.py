@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_pack.layout import RowLayout
 from lightning_pack.metrics import COUNTERS, REASONS, PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch, RowLayout
+from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
 
 
 def source(key: str, length: int, targets: int | None = None) -> EncodedSource:
