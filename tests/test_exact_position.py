@@ -86,6 +86,7 @@ def uninterrupted(numbers: Path) -> dict[int, list[PackedBatch]]:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefetched", "snapshot_seconds"), [(0, 0.0), (1, 0.0), (1, 5.0)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_restored_at_every_step_the_next_batches_are_the_same(
@@ -140,6 +141,7 @@ def test_a_chain_of_resumes_shortly_after_each_other(numbers: Path, workers: int
     assert all(map(same_batch, got, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot_seconds", [0.0, 5.0])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 from tests.ranks import on_ranks
 from tests.training import Options, datamodule, run
 
+pytestmark = pytest.mark.slow
+
 TRAINER = {"devices": 2, "strategy": "ddp"}
 
 
