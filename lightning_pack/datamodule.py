@@ -206,7 +206,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if trainer.ckpt_path is not None and not self._resumed:
                 raise ResumeError(
                     f"the checkpoint {trainer.ckpt_path!r} holds no position in the data for {type(self).__qualname__}: it was "
-                    "saved by another datamodule. {NEW_RUN}"
+                    f"saved by another datamodule. {NEW_RUN}"
                 )
             module = trainer.lightning_module
             if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):

@@ -62,7 +62,8 @@ class TrainingProgress(Callback):
                 "let val_check_interval and other intervals be multiples of accumulate_grad_batches"
             )
         on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
-        random = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state() if on_device else None}
+        # Before its first step a resumed run still stands where its checkpoint does.
+        random = self._random or {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state() if on_device else None}
         return {"loader": self.loader.state(), "counts": dict(self.counts), "random": random}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -70,3 +71,4 @@ class TrainingProgress(Callback):
         self.loader.restore(state["loader"])
         self.counts = dict(state["counts"])
         self._random = state["random"]
+        self._in_window = 0

@@ -140,7 +140,16 @@ class WorkerReader:
         given = [now > then for now, then in zip(position.last, self._at_start(), strict=True)]
         workers = self._start
         if any(given):
-            answers = self._ask_workers("get_checkpoint", list(position.last))
+            try:
+                answers = self._ask_workers("get_checkpoint", list(position.last))
+            except PositionLostError:
+                raise
+            except Exception as e:
+                # A worker that dies while it is asked shows in many ways.
+                self._failed = True
+                raise PositionLostError(
+                    "a loader worker has failed, so the position in the data is not known: resume from an older checkpoint"
+                ) from e
             workers = [answer if asked else known for answer, asked, known in zip(answers, given, self._start, strict=True)]
         state = SavableDataLoaderState(
             worker_states=list(workers),
