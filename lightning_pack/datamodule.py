@@ -23,7 +23,7 @@ from lightning_pack.energon.task_encoder import task_encoder
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
-from lightning_pack.resume import STATE_VERSION, ResumeError, flat, refuse_other_settings
+from lightning_pack.resume import NEW_RUN, STATE_VERSION, ResumeError, flat, refuse_other_settings
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
