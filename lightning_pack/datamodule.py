@@ -227,10 +227,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
         return self._pass("test")
 
     def _pass(self, split: str) -> PassLoader | list[Any]:
-        path = self.val_path if split == "val" and self.val_path is not None else self.path
-        if self.val_path is not None and path.endswith(".jsonl"):
-            split = "train"
-        elif not has_split(path, split):
+        path = self.path
+        if split == "val" and self.val_path is not None:
+            path = self.val_path
+            # A single file has no splits: all of it is for validation.
+            split = "train" if path.endswith(".jsonl") else split
+        if not has_split(path, split):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []

@@ -362,6 +362,19 @@ class SavesAtStart(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
+def test_a_checkpoint_saved_after_a_resume_and_before_a_step_is_the_one_resumed_from(numbers: Path, tmp_path: Path) -> None:
+    base: dict[str, Any] = {"data": str(numbers), "checkpoints": str(tmp_path), "trainer": {"max_steps": 6}}
+    whole = run(Options(**base))
+    options = Options(**base | {"resume": str(tmp_path / "step=3.ckpt"), "checkpoints": str(tmp_path / "again")})
+    run_it = trainer(options)
+    run_it.callbacks.append(SavesAtStart(tmp_path / "start.ckpt"))  # type: ignore[attr-defined]
+    run_it.fit(Recorder(), datamodule(options), ckpt_path=options.resume)
+    resumed = run(Options(**base | {"resume": str(tmp_path / "start.ckpt")}))
+    assert len(resumed.trained) == 3
+    assert resumed.trained.items() <= whole.trained.items()
+    assert resumed.weights() == whole.weights(), "dropout must draw the same numbers"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_checkpoint_saved_before_the_first_step_is_the_beginning(numbers: Path, tmp_path: Path, workers: int) -> None:
     options = Options(data=str(numbers), workers=workers, trainer={"max_steps": 3})
@@ -516,6 +529,20 @@ def test_a_weighted_metadataset_and_a_jsonl_file(numbers: Path, tmp_path: Path) 
         resumed = run(Options(data=str(path), resume=str(tmp_path / path.stem / "step=4.ckpt"), trainer={"max_steps": 10}))
         assert len(resumed.trained) == 6
         assert resumed.trained.items() <= whole.trained.items()
+
+
+def test_a_file_for_validation_does_not_make_the_training_file_a_test_split(numbers: Path, tmp_path: Path) -> None:
+    from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
+
+    files = [tmp_path / name for name in ("train.jsonl", "val.jsonl")]
+    for i, file in enumerate(files):
+        file.write_text("".join(f'{{"n": {5 + i}, "id": {100 * i + k}}}\n' for k in range(6)))
+        CrudeJsonlDatasetFactory.prepare_dataset(str(file))
+    data = EnergonPackDataModule(files[0], val_path=files[1], encoder=NumberEncoder(), num_workers=0)
+    data.setup()
+    (batch,) = data.val_dataloader()
+    assert batch.cu_seqlens.diff().tolist() == [6] * 6
+    assert data.test_dataloader() == []
 
 
 def test_no_threads_of_the_tokenizer_before_the_fork(numbers: Path) -> None:

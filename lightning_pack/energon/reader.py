@@ -142,8 +142,6 @@ class WorkerReader:
         if any(given):
             try:
                 answers = self._ask_workers("get_checkpoint", list(position.last))
-            except PositionLostError:
-                raise
             except Exception as e:
                 # A worker that dies while it is asked shows in many ways.
                 self._failed = True
@@ -167,9 +165,7 @@ class WorkerReader:
         for results in self._loader.result_queues:
             while True:
                 if self._failed or not all(process.is_alive() for process in self._loader._iterator._workers):
-                    raise PositionLostError(
-                        "a loader worker has failed, so the position in the data is not known: resume from an older checkpoint"
-                    )
+                    raise RuntimeError("a worker does not answer any more")
                 with contextlib.suppress(queue.Empty):
                     answers |= results.get(timeout=1)
                     break
