@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if traceback or not _is_for_users(error):
             raise
         hint = f"(--traceback, or {TRACEBACK}=1, shows where this was raised)"
-        print(f"lightning-pack: error: {_message(error)}\n{hint}", file=sys.stderr)
+        print(f"lightning-pack: error: {error}\n{hint}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -143,21 +143,10 @@ def _prepare(args: list[str]) -> None:
 #: Errors that are an answer to the user, beside ValueError and OSError. Where one was raised, its module is loaded.
 _ANSWERS = (
     ("lightning.fabric.utilities.exceptions", "MisconfigurationException"),
-    ("lightning_pack.energon.reader", "PositionLostError"),
+    ("lightning_pack.energon.worker", "WorkerFailedError"),
 )
 
 
 def _is_for_users(error: Exception) -> bool:
     answers = [getattr(sys.modules[module], name) for module, name in _ANSWERS if module in sys.modules]
     return isinstance(error, (ValueError, OSError, *answers))
-
-
-def _message(error: Exception) -> str:
-    text = str(error)
-    if "Original Traceback (most recent call last):" not in text:
-        return text
-    # A loader worker puts its own traceback in the message; what it said begins behind the last indented line.
-    lines = text.rstrip().splitlines()
-    last = max(i for i, line in enumerate(lines) if line.startswith(" "))
-    said = "\n".join(lines[last + 1 :])
-    return said.partition(": ")[2] or said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +15,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from transformers import PreTrainedTokenizerBase
 
+from lightning_pack.agreement import Agreement
 from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
-from lightning_pack.energon import ExactLoader, PassLoader, StreamOptions, data_fingerprint, has_split, open_pass, open_stream
-from lightning_pack.energon.task_encoder import task_encoder
+from lightning_pack.energon import (
+    ExactLoader,
+    PassLoader,
+    StreamOptions,
+    Workers,
+    data_fingerprint,
+    has_split,
+)
+from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
@@ -29,8 +35,9 @@ from lightning_pack.resume import NEW_RUN, STATE_VERSION, ResumeError, flat, ref
 class EnergonPackDataModule(pl.LightningDataModule):
     """Packed rows from any Energon dataset or metadataset, continued bitwise from a checkpoint.
 
-    The training stream is endless and shuffled; an epoch is what ``limit_train_batches`` or ``max_steps`` say. Validation reads
-    the split ``val`` from its beginning every time. Batches are :class:`~lightning_pack.PackedBatch`.
+    The training stream is shuffled. It is endless, and an epoch is what ``limit_train_batches`` says, or it is ``epochs``
+    passes over the data. Validation reads the split ``val`` from its beginning every time. Batches are
+    :class:`~lightning_pack.PackedBatch`.
 
     Args:
         path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
@@ -45,6 +52,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: another dataset to validate on; a single ``.jsonl`` file has no ``val`` split of its own.
         prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use.
         encoder: turns records into sources; None understands chats, prompt/completion pairs and plain text.
+        epochs: passes over the training data, each one epoch of the Trainer, in a new order, with every source in it; training
+            then ends. None is an endless stream.
+        on_damaged: what happens to a sample that cannot be read: ``"error"`` names it and ends the run, ``"skip"`` leaves it
+            out and counts it as ``damaged``.
+        worker_timeout: seconds in which a loader worker must read at least one more sample, else it counts as hung.
 
     Raises:
         ValueError: for settings that do not fit together (at once), or data that cannot be opened (in ``setup``).
@@ -66,6 +78,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: str | Path | None = None,
         prepare: Literal["stdlib"] | None = None,
         encoder: Encoder | None = None,
+        epochs: int | None = None,
+        on_damaged: OnDamaged = "error",
+        worker_timeout: float = 300.0,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -74,6 +89,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             ("max_samples_per_sequence", 1 if max_samples_per_sequence is None else max_samples_per_sequence, 1),
             ("packs_per_batch", packs_per_batch, 1),
             ("seed", seed, 0),
+            ("epochs", 1 if epochs is None else epochs, 1),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
@@ -89,6 +105,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.prepare = prepare
+        if on_damaged not in ("error", "skip"):
+            raise ValueError(f"on_damaged={on_damaged!r} is not one of 'error', 'skip'")
+        if not worker_timeout > 0:
+            raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
+        self.epochs = epochs
+        self.on_damaged: OnDamaged = on_damaged
+        self.worker_timeout = worker_timeout
         self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
         self._progress: TrainingProgress | None = None
@@ -135,31 +158,29 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 )
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        rank, world_size = self._data_parallel()
-        encoder = task_encoder(self.encoder, policy=self.packing)
-        options = StreamOptions(
+        self.rank, self.ranks = self._data_parallel()
+        self.options = StreamOptions(
             path=self.path,
-            rank=rank,
-            world_size=world_size,
-            num_workers=self.num_workers,
+            encoder=self.encoder,
+            policy=self.packing,
             seed=self.seed,
             shuffle_buffer_size=self.shuffle_buffer_size,
             max_samples_per_sequence=self.max_samples_per_sequence,
             packs_per_batch=self.packs_per_batch,
+            on_damaged=self.on_damaged,
         )
-        self._open_pass = partial(open_pass, encoder=encoder)
-        self.options = options
         if stage in (None, "fit"):
-            self._set_up_training(partial(open_stream, options, encoder), world_size)
+            self._set_up_training()
 
-    def _set_up_training(self, open_loader: Callable[[], Any], world_size: int) -> None:
+    def _set_up_training(self) -> None:
         trainer = self.trainer
         # A trainer that fits again goes on in the data, as its global step does; a new trainer starts at the beginning.
         goes_on = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
-        fingerprint = self._settings(world_size)
+        fingerprint = self._settings()
         if not goes_on or fingerprint != self._fingerprint:
             self._stop()
-            self._progress = TrainingProgress(ExactLoader(open_loader))
+            loader = ExactLoader(self.options, workers=self._workers, epochs=self.epochs, everyone=Agreement().everyone)
+            self._progress = TrainingProgress(loader)
         self._fingerprint = fingerprint
         self._fitted_by = trainer
         self._resumed = False
@@ -169,6 +190,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
             # First, so that a checkpoint callback sees the batch counted.
             trainer.callbacks.insert(0, self._progress)  # type: ignore[attr-defined]
 
+    @property
+    def _workers(self) -> Workers:
+        return Workers.of_rank(self.rank, ranks=self.ranks, num_workers=self.num_workers, timeout=self.worker_timeout)
+
     def _data_parallel(self) -> tuple[int, int]:
         if self.trainer is not None:
             return self.parallel.data_parallel(self.trainer.global_rank, world_size=self.trainer.world_size)
@@ -177,17 +202,18 @@ class EnergonPackDataModule(pl.LightningDataModule):
             return self.parallel.data_parallel(rank, world_size=size)
         return 0, 1
 
-    def _settings(self, world_size: int) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Everything that decides which batches come, flat, under the names that people set."""
         settings = flat({"packing": self.packing.fingerprint(), "encoder": self.encoder.fingerprint()})
         return settings | {
             "data": data_fingerprint(self.path),
-            "data-parallel ranks": world_size,
+            "data-parallel ranks": self.ranks,
             "num_workers": self.num_workers,
             "seed": self.seed,
             "shuffle_buffer_size": self.shuffle_buffer_size,
             "max_samples_per_sequence": self.max_samples_per_sequence,
             "packs_per_batch": self.packs_per_batch,
+            "epochs": self.epochs,
         }
 
     def train_dataloader(self) -> ExactLoader:
@@ -236,7 +262,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
-        return PassLoader(partial(self._open_pass, replace(self.options, path=path), split=split))
+        return PassLoader(replace(self.options, path=path), workers=self._workers, split=split)
 
     def teardown(self, stage: str) -> None:
         """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
@@ -281,5 +307,5 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
         refuse_other_settings(state_dict, settings=self._fingerprint)
-        self._progress.restore(state_dict["ranks"][self.options.rank])
+        self._progress.restore(state_dict["ranks"][self.rank])
         self._resumed = True

@@ -41,6 +41,8 @@ class TrainingProgress(Callback):
         """Count a batch."""
         self.count_batch()
         self._in_window = self._in_window + 1 if trainer.fit_loop._should_accumulate() else 0
+        if not self._in_window:
+            self.loader.commit()
 
     def count_batch(self) -> None:
         """Count the oldest batch that was fetched."""

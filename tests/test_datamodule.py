@@ -135,7 +135,7 @@ def test_what_is_left_out_after_the_last_pack_is_reported(tmp_path: Path) -> Non
 
 
 def test_a_dataset_without_a_usable_source_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pack.energon.loader.MOST_LEFT_OUT_IN_A_ROW", 50)
+    monkeypatch.setattr("lightning_pack.energon.stage.MOST_LEFT_OUT_IN_A_ROW", 50)
     data = datamodule(Options(data=str(write_webdataset(tmp_path / "d", {"train": records_of([100] * 9)}))))
     data.setup("fit")
     with pytest.raises(ValueError, match=r"sources in a row cannot be trained on \(\d+ overlength; the last is 'train"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron.energon import DefaultTaskEncoder, batch_pad_stack, get_savable_loader, get_train_dataset, stateless
 
 from lightning_pack.bench.comparison import Comparison
 from lightning_pack.datamodule import EnergonPackDataModule
-from lightning_pack.energon.reader import stop_workers
+from lightning_pack.energon.dataset import worker_config
 from lightning_pack.energon.task_encoder import PackTaskEncoder
 from lightning_pack.row import PackedBatch
 
@@ -38,9 +39,10 @@ def compare_loader(data: EnergonPackDataModule, *, sources: int, turns: int) -> 
 
     def plain_side() -> float:
         options = data.options
+        config = replace(worker_config(seed=options.seed), num_workers=data.num_workers)
         dataset = get_train_dataset(
             options.path,
-            worker_config=options.worker_config(),
+            worker_config=config,
             batch_size=mean,
             shuffle_buffer_size=options.shuffle_buffer_size or None,
             max_samples_per_sequence=options.max_samples_per_sequence,
@@ -51,7 +53,8 @@ def compare_loader(data: EnergonPackDataModule, *, sources: int, turns: int) -> 
         try:
             return _rate((batch["sources"] for batch in loader), sources=sources)
         finally:
-            stop_workers(loader)
+            if loader._iterator is not None:
+                loader._iterator._shutdown_workers()
 
     rates = [[side() for side in (packing_side, plain_side)] for _ in range(turns)]
     ours, theirs = (max(rate) for rate in zip(*rates, strict=True))

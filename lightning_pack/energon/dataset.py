@@ -9,52 +9,52 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
+from megatron.energon import WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.errors import reraise_exception
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.metadataset import load_dataset
-from megatron.energon.savable_loader import BasicDataLoader, SavableDataLoader
 
-from lightning_pack.energon import reader
-from lightning_pack.energon.task_encoder import PackTaskEncoder
+from lightning_pack.encoders import Encoder
+from lightning_pack.energon.reading import OnDamaged
+from lightning_pack.energon.stage import PackingStage
+from lightning_pack.energon.task_encoder import PackTaskEncoder, task_encoder
+from lightning_pack.energon.worker import Whereabouts
+from lightning_pack.policy import PackingPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """What Energon needs to know to open a dataset for one data-parallel rank.
+    """What decides which rows come from a dataset, and in which order.
 
     Args:
         path: dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
-        num_workers: loader processes of this rank; 0 loads in the main process.
+        encoder: record -> source.
+        policy: the packing rules.
         seed: of the order in which samples are read.
         shuffle_buffer_size: samples that a worker draws from at random before encoding; 0 keeps the order of reading.
         max_samples_per_sequence: most samples that are read one after the other from a shard; None reads whole shards.
         packs_per_batch: packs that are joined to one row.
+        on_damaged: whether a sample that cannot be read ends the run or is left out.
     """
 
     path: str
-    rank: int = 0
-    world_size: int = 1
-    num_workers: int = 0
+    encoder: Encoder
+    policy: PackingPolicy
     seed: int = 0
     shuffle_buffer_size: int = 0
     max_samples_per_sequence: int | None = 100
     packs_per_batch: int = 1
+    on_damaged: OnDamaged = "error"
 
-    def worker_config(self) -> WorkerConfig:
-        """Errors stop the run: what may be left out is a marker before it can be an error."""
-        return WorkerConfig(
-            rank=self.rank,
-            world_size=self.world_size,
-            num_workers=self.num_workers,
-            seed_offset=self.seed,
-            global_error_handler=reraise_exception,
-        )
+
+def worker_config(*, number: int = 0, of: int = 1, seed: int = 0) -> WorkerConfig:
+    """Energon's view of a logical worker: a rank with one worker of its own, so that nothing depends on where it runs.
+
+    Errors stop the run: what may be left out is a marker before it can be an error.
+    """
+    return WorkerConfig(rank=number, world_size=of, num_workers=1, seed_offset=seed, global_error_handler=reraise_exception)
 
 
 @contextlib.contextmanager
@@ -74,63 +74,68 @@ def _opening(path: str, split: str) -> Iterator[None]:
         ) from e
 
 
-def open_stream(options: StreamOptions, encoder: PackTaskEncoder, *, split: str = "train") -> SavableDataLoader[Any]:
-    """An endless, shuffled stream of packed rows; nothing is read before it is iterated.
+def open_share(
+    options: StreamOptions, number: int, whereabouts: Whereabouts, *, split: str, of: int, epoch: int | None
+) -> PackingStage:
+    """The share of one logical worker of a shuffled training stream; nothing is read before it is iterated.
+
+    Args:
+        options: of the stream.
+        number: of the logical worker.
+        whereabouts: is told what is read.
+        split: of the dataset.
+        of: how many logical workers there are over all ranks.
+        epoch: None opens an endless stream; a number opens that pass over the data, each in an order of its own.
 
     Raises:
         ValueError: if there is no such dataset, or no sample in the split.
     """
+    seed = options.seed if not epoch else int.from_bytes(hashlib.sha256(f"{options.seed},{epoch}".encode()).digest()[:6])
+    config = worker_config(number=number, of=of, seed=seed)
     with _opening(options.path, split):
-        dataset = get_train_dataset(
+        stage = get_train_dataset(
             options.path,
             split_part=split,
-            worker_config=options.worker_config(),
+            worker_config=config,
             batch_size=options.packs_per_batch,
-            packing_buffer_size=encoder.policy.buffer_size,
-            shuffle_buffer_size=options.shuffle_buffer_size or None,
+            shuffle_buffer_size=None,
             max_samples_per_sequence=options.max_samples_per_sequence,
-            task_encoder=encoder,
-            repeat=True,
+            task_encoder=_task_encoder(options, whereabouts, finite=epoch is not None, shuffle=True),
+            repeat=epoch is None,
         )
-        if not dataset.can_restore_sample():
-            raise ValueError(f"the samples of {options.path!r} cannot be read again by key, so the stream could not be resumed")
-        # More snapshots than Energon keeps by itself: a position some batches back must be covered too.
-        loader = get_savable_loader(
-            dataset,
-            checkpoint_every_sec=reader.SNAPSHOT_SECONDS,
-            n_checkpoints=2 * max(options.num_workers, 1) + 8,
-            watchdog_timeout_seconds=None,
-        )
-    return _ours(loader)
+    if not stage.can_restore_sample():
+        raise ValueError(f"the samples of {options.path!r} cannot be read again by key, so the stream could not be resumed")
+    return stage
 
 
-def open_pass(options: StreamOptions, encoder: PackTaskEncoder, *, split: str = "val") -> BasicDataLoader[Any]:
-    """One pass over a split in the order of the data, the last, partial buffer included.
+def open_evaluation_share(
+    options: StreamOptions, number: int, whereabouts: Whereabouts, *, split: str, of: int
+) -> PackingStage:
+    """The share of one logical worker of a split, once and in the order of the data.
 
     Raises:
         ValueError: if there is no such dataset, or no sample in the split.
     """
     with _opening(options.path, split):
-        dataset = get_val_dataset(
+        return get_val_dataset(
             options.path,
             split_part=split,
-            worker_config=options.worker_config(),
+            worker_config=worker_config(number=number, of=of),
             batch_size=options.packs_per_batch,
-            packing_buffer_size=encoder.policy.buffer_size,
-            task_encoder=encoder,
+            task_encoder=_task_encoder(options, whereabouts, finite=True, shuffle=False),
         )
-        loader = get_loader(dataset, watchdog_timeout_seconds=None)
-    return _ours(loader)
 
 
-Loader = TypeVar("Loader", SavableDataLoader[Any], BasicDataLoader[Any])
-
-
-def _ours(loader: Loader) -> Loader:
-    # Energon pins memory where there is no device to pin it for.
-    loader.pin_memory = torch.cuda.is_available()
-    reader.tie_workers_to_this_process(loader)
-    return loader
+def _task_encoder(options: StreamOptions, whereabouts: Whereabouts, *, finite: bool, shuffle: bool) -> PackTaskEncoder:
+    return task_encoder(
+        options.encoder,
+        policy=options.policy,
+        shuffle_buffer_size=options.shuffle_buffer_size if shuffle else 0,
+        packs_per_batch=options.packs_per_batch,
+        finite=finite,
+        on_damaged=options.on_damaged,
+        whereabouts=whereabouts,
+    )
 
 
 def _leaves(path: str, split: str) -> list[Any]:
@@ -138,7 +143,7 @@ def _leaves(path: str, split: str) -> list[Any]:
         found = load_dataset(path).get_datasets(
             training=False,
             split_part=split,
-            worker_config=StreamOptions(path=path).worker_config(),
+            worker_config=worker_config(),
             max_samples_per_sequence=None,
             shuffle_over_epochs_multiplier=1,
             decoder=None,

@@ -1,129 +1,222 @@
-"""ExactLoader: the endless stream under Lightning, with a state that says what was trained on.
+"""ExactLoader: the training rows of a rank under Lightning, with a state that says what was trained on.
 
-Lightning may fetch a batch and never train it (it prefetches one, it starts a new epoch, it stops). So every fetched batch is
-kept with the position before it until :meth:`ExactLoader.trained` says that it was trained; the state is the position of the
-first that was not, and a new iteration begins with it.
+Lightning may fetch a row and never train it (it prefetches one, it starts a new epoch, it stops), and a row may be trained on
+in a step that is never completed. So every row is kept with the position after it until :meth:`ExactLoader.trained` and
+:meth:`ExactLoader.commit` say that it is final; the state is the position of the first row that is not.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from megatron.energon.savable_loader import SavableDataLoader
-
-from lightning_pack.energon.reader import PositionLostError, Reader, open_reader
+from lightning_pack.energon.dataset import StreamOptions, open_share
+from lightning_pack.energon.reader import Position, RankReader, WorkerPosition, Workers
+from lightning_pack.energon.stage import StagePosition
+from lightning_pack.energon.state import from_plain, to_plain
 from lightning_pack.row import LeftOut, PackedBatch
 
-#: So many sources in a row without one that can be trained on end the run.
-MOST_LEFT_OUT_IN_A_ROW = 10_000
-#: So many batches that are fetched and never counted as trained are a mistake, and memory.
+#: So many rows that are fetched and never counted as trained are a mistake, and memory.
 MOST_UNTRAINED = 1024
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the training of a rank stands.
+
+    Args:
+        epoch: passes over the data that are complete; 0 in an endless stream.
+        workers: of the pass that comes next, in the order in which their next rows come.
+    """
+
+    epoch: int
+    workers: Position
+
+    def plain(self) -> dict[str, Any]:
+        """As plain containers."""
+        return {"epoch": self.epoch, "workers": [_plain(worker) for worker in self.workers]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Standing:
+        """From plain containers."""
+        return cls(state["epoch"], tuple(_worker(worker) for worker in state["workers"]))
+
+
+def _plain(position: WorkerPosition) -> dict[str, Any]:
+    at = position.at
+    plain = None if at is None else {"buffer": at.buffer, "emitted": at.emitted, "start": to_plain(at.start)}
+    return {"worker": position.worker, "at": plain}
+
+
+def _worker(plain: Mapping[str, Any]) -> WorkerPosition:
+    at = plain["at"]
+    position = None if at is None else StagePosition(at["buffer"], at["emitted"], from_plain(at["start"]))
+    return WorkerPosition(plain["worker"], position)
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """The loader's state of one of ``ranks`` ranks, from those of all ranks of a run with as many logical workers.
+
+    Each step takes one row from each rank, so the rows of a run have one order over all ranks: that in which the workers take
+    turns, rank by rank. Dealing the workers out again in this order continues it, however many ranks there are.
+
+    >>> two = [{"epoch": 0, "workers": ["a", "c"]}, {"epoch": 0, "workers": ["b", "d"]}]
+    >>> redistribute(two, rank=0, ranks=1)
+    {'epoch': 0, 'workers': ['a', 'b', 'c', 'd']}
+    """
+    order = [worker for turn in zip(*(state["workers"] for state in states), strict=True) for worker in turn]
+    return {"epoch": states[0]["epoch"], "workers": order[rank::ranks]}
 
 
 class _Fetched(NamedTuple):
     batch: PackedBatch
-    before: Any
+    after: Standing
+    ends_pass: bool = False
 
 
 class ExactLoader:
-    """The endless stream of one data-parallel rank. A plain iterable: Lightning saves and restores nothing of it by itself.
+    """Training rows of one data-parallel rank. A plain iterable: Lightning saves and restores nothing of it by itself.
+
+    An endless stream never ends. In finite passes each iteration is one pass, or the rest of one; ranks agree on where it ends.
 
     Args:
-        open_loader: opens the stream at its beginning.
+        options: of the stream.
+        workers: those of this rank.
+        epochs: passes over the data; None is an endless stream.
+        everyone: whether a condition holds on all data-parallel ranks; a collective.
     """
 
-    def __init__(self, open_loader: Callable[[], SavableDataLoader[Any]]) -> None:
-        self._open_loader = open_loader
-        self._reader: Reader | None = None
-        self._untrained: deque[_Fetched] = deque()
-        #: After the last batch that was fetched whole; an interrupted fetch does not move it.
-        self._reached: Any = None
-        #: Where a reader that is opened now starts: a plain state, or None for the beginning.
-        self._origin: Any = None
+    def __init__(
+        self,
+        options: StreamOptions,
+        *,
+        workers: Workers,
+        epochs: int | None = None,
+        everyone: Callable[[bool], bool] = bool,
+    ) -> None:
+        self._options = options
+        self._workers = workers
+        self.epochs = epochs
+        self._everyone = everyone
+        self._reader: RankReader | None = None
+        self._fetched: deque[_Fetched] = deque()
+        #: After the last row that was fetched whole; an interrupted fetch does not move it.
+        self._reached = self._counted = self._committed = Standing(0, workers.beginning)
+        self._rows: Iterator[_Fetched] | None = None
         self._error: Exception | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether the last pass is trained on to its end."""
+        return self._counted.epoch == self.epochs
+
     def __iter__(self) -> Iterator[PackedBatch]:
-        for fetched in list(self._untrained):
+        for fetched in list(self._fetched):
             yield fetched.batch
-        while True:
-            yield self._fetch()
+            if fetched.ends_pass:
+                return
+        while self._reached.epoch != self.epochs:
+            fetched = self._fetch()
+            yield fetched.batch
+            if fetched.ends_pass:
+                return
 
     def trained(self) -> PackedBatch:
-        """Count the oldest fetched batch as trained, and return it as it was fetched (on the CPU)."""
-        return self._untrained.popleft().batch
+        """Count the oldest fetched row as trained, and return it as it was fetched (on the CPU)."""
+        fetched = self._fetched.popleft()
+        self._counted = fetched.after
+        return fetched.batch
 
-    def state(self) -> Any:
-        """Where training stands, as plain containers; None is the beginning.
+    def commit(self) -> None:
+        """Make what was counted as trained final: an optimizer step is complete."""
+        self._committed = self._counted
 
-        Raises:
-            PositionLostError: if a loader worker has failed, so that nobody knows where it stood.
-        """
-        if isinstance(self._origin, PositionLostError):
-            raise self._origin
-        if self._reader is None:
-            return self._origin
-        return self._reader.state(self._untrained[0].before if self._untrained else self._reached)
+    def state(self) -> dict[str, Any]:
+        """Where training stands after the last complete step, as plain containers."""
+        return self._committed.plain()
 
-    def restore(self, state: Any) -> None:
-        """Go to a state of :meth:`state`; batches that were fetched and not trained are forgotten."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a state of :meth:`state`; rows that were fetched and not trained are forgotten."""
         self._close()
-        self._origin = state
+        self._reached = self._counted = self._committed = Standing.of(state)
 
     def stop(self) -> None:
-        """End the workers. The state stays; iterating again goes on from it."""
-        try:
-            self._origin = self.state()
-        except PositionLostError as e:
-            self._origin = e
-        finally:
-            self._close()
+        """End the workers. The state stays; iterating again goes on with the first row that is not counted as trained."""
+        self._close()
+        self._reached = self._counted
 
     def _close(self) -> None:
-        reader, self._reader, self._error = self._reader, None, None
-        self._untrained.clear()
+        reader, self._reader, self._rows, self._error = self._reader, None, None, None
+        self._fetched.clear()
         if reader is not None:
             reader.close()
 
-    def _fetch(self) -> PackedBatch:
-        if len(self._untrained) >= MOST_UNTRAINED:
+    def _fetch(self) -> _Fetched:
+        if len(self._fetched) >= MOST_UNTRAINED:
             raise RuntimeError(
-                f"{MOST_UNTRAINED} batches were fetched and none was counted as trained, so no position can be saved: give the "
+                f"{MOST_UNTRAINED} rows were fetched and none was counted as trained, so no position can be saved: give the "
                 "Trainer the datamodule itself and not its loader, or call the loader's trained() after each batch"
             )
-        if self._reader is None:
-            if isinstance(self._origin, PositionLostError):
-                raise self._origin
-            self._reader = open_reader(self._open_loader(), origin=self._origin)
-            self._reached = self._reader.position()
-        before, left_out = self._reached, list[LeftOut]()
-        while True:
-            batch = self._read(self._reader)
-            if batch.source_keys:
-                batch.left_out[:0] = left_out
-                self._untrained.append(_Fetched(batch, before))
-                self._reached = self._reader.position()
-                return batch
-            # Only markers of left-out sources: they ride with the next sources that can be trained on.
-            left_out += batch.left_out
-            if len(left_out) >= MOST_LEFT_OUT_IN_A_ROW:
-                reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(gone.reason for gone in left_out).most_common())
-                raise ValueError(
-                    f"{len(left_out)} sources in a row cannot be trained on ({reasons}; the last is {left_out[-1].key!r}): "
-                    "check capacity, tokenizer and data"
-                )
-
-    def _read(self, reader: Reader) -> PackedBatch:
         if self._error is not None:
-            # Energon's loader would end silently, or go on from the middle of a batch.
+            # What a worker would give now is not known.
             raise RuntimeError("the loader has failed before and cannot go on: start again from a checkpoint") from self._error
         try:
-            return reader.read()
+            if self._rows is None:
+                self._rows = self._endless() if self.epochs is None else self._pass()
+            fetched = next(self._rows)
         except Exception as e:
             self._error = e
-            if isinstance(e, StopIteration):
-                raise RuntimeError("the endless stream has ended") from e
-            if isinstance(e, AssertionError) and "empty dataset" in str(e):
-                raise ValueError("a loader worker has no sample to read: use fewer workers or ranks, or more data") from e
             raise
+        if fetched.ends_pass:
+            self._rows = None
+        self._fetched.append(fetched)
+        self._reached = fetched.after
+        return fetched
+
+    def _open(self, epoch: int | None) -> RankReader:
+        share = partial(open_share, self._options, split="train", of=self._workers.of, epoch=epoch)
+        self._reader = RankReader(share, workers=self._workers, start=self._reached.workers)
+        return self._reader
+
+    def _endless(self) -> Iterator[_Fetched]:
+        reader = self._open(None)
+        while (batch := reader.read()) is not None:
+            yield _Fetched(batch, Standing(0, reader.position()))
+        raise RuntimeError("the endless stream has ended")
+
+    def _pass(self) -> Iterator[_Fetched]:
+        """The rest of a pass: as many rows as every rank has, the last of them with what is left over."""
+        epoch = self._reached.epoch
+        reader = self._open(epoch)
+        held = reader.read()
+        if not self._everyone(held is not None):
+            raise ValueError(
+                "a data-parallel rank has no row to train on in this pass over the data: use fewer ranks or loader workers, or "
+                "more data" + _listed(reader.take_orphans())
+            )
+        assert held is not None
+        while True:
+            after = reader.position()
+            following = reader.read()
+            if not self._everyone(following is not None):
+                break
+            assert following is not None
+            yield _Fetched(held, Standing(epoch, after))
+            held = following
+        while following is not None:
+            # Another rank has come to its end, and an optimizer step needs a row from each.
+            tokens = following.cu_seqlens.diff().tolist()
+            held.left_out += following.left_out
+            held.left_out += [LeftOut(key, "uneven_ranks", n) for key, n in zip(following.source_keys, tokens, strict=True)]
+            following = reader.read()
+        held.left_out += reader.take_orphans()
+        reader.close()
+        self._reader = None
+        yield _Fetched(held, Standing(epoch + 1, self._workers.beginning), ends_pass=True)
+
+
+def _listed(orphans: Sequence[LeftOut]) -> str:
+    return "".join(f"; left out: {gone.key} ({gone.reason})" for gone in orphans[:3])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
-from megatron.energon.savable_loader import BasicDataLoader
-
-from lightning_pack.energon.reader import stop_workers
-from lightning_pack.row import LeftOut, PackedBatch
+from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share
+from lightning_pack.energon.reader import RankReader, Workers
+from lightning_pack.row import PackedBatch
 
 
 class PassLoader:
@@ -18,31 +17,30 @@ class PassLoader:
     A plain iterable without a length, since the number of packs is not known before they are packed.
 
     Args:
-        open_loader: opens the data at its beginning.
+        options: of the data.
+        workers: those of this rank.
+        split: to read.
     """
 
-    def __init__(self, open_loader: Callable[[], BasicDataLoader[Any]]) -> None:
-        self._open = open_loader
+    def __init__(self, options: StreamOptions, *, workers: Workers, split: str) -> None:
+        self._options, self._workers, self._split = options, workers, split
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        loader = self._open()
-        held: PackedBatch | None = None
-        orphans: list[LeftOut] = []
+        share = partial(open_evaluation_share, self._options, split=self._split, of=self._workers.of)
+        reader = RankReader(share, workers=self._workers, start=self._workers.beginning)
         try:
-            # One batch is held back, so that what is left out after the last pack still has a batch to ride in.
-            for batch in loader:
-                if not batch.source_keys:
-                    (held.left_out if held is not None else orphans).extend(batch.left_out)
-                    continue
-                batch.left_out[:0] = orphans
-                orphans = []
+            # One row is held back, so that what a last worker leaves out still has a row to ride in.
+            held: PackedBatch | None = None
+            while (batch := reader.read()) is not None:
                 if held is not None:
                     yield held
                 held = batch
+            orphans = reader.take_orphans()
             if held is not None:
+                held.left_out += orphans
                 yield held
         finally:
-            stop_workers(loader)
-        if orphans:
+            reader.close()
+        if held is None and orphans:
             listed = ", ".join(f"{gone.key} ({gone.reason})" for gone in orphans[:3])
             warnings.warn(f"no source of the pass is usable: {len(orphans)} are left out, such as {listed}", stacklevel=2)

@@ -1,210 +1,125 @@
-"""Readers: raw batches from an Energon loader, each with a position that another reader can start from.
-
-A position is cheap, so it can be noted for every batch: how many batches came since a snapshot of Energon's state. Worker
-processes take snapshots of themselves every few seconds; in the main process that is done here. Whoever starts from a position
-works off the batches since the snapshot again.
-
-Energon's own account is wrong for a worker that has not given a batch since it was started: its answer may replay or skip
-batches, or never come. Such a worker stands where it was started, which is known here, so it is never asked.
-"""
+"""RankReader: the rows of the logical workers that one rank runs, in turn, and where each of them stands."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from megatron.energon.savable_loader import SavableDataLoader, SavableDataLoaderState, SavableDatasetCheckpoint
-
-from lightning_pack.energon.state import from_plain, to_plain
-from lightning_pack.row import PackedBatch
-
-#: Seconds between snapshots: a resumed run works off at most about this much again.
-SNAPSHOT_SECONDS = 5.0
+from lightning_pack.energon.stage import PackingStage, StagePosition
+from lightning_pack.energon.worker import End, Whereabouts, WorkerHere, WorkerProcess
+from lightning_pack.row import LeftOut, PackedBatch
 
 
-class PositionLostError(RuntimeError):
-    """A loader worker has failed, so nobody knows where it stood."""
+class WorkerPosition(NamedTuple):
+    """Where a logical worker stands; ``at`` None is the beginning of its share."""
+
+    worker: int
+    at: StagePosition | None
 
 
-class Reader(Protocol):
-    """The raw batches of one open loader."""
-
-    def read(self) -> PackedBatch:
-        """The next batch."""
-
-    def position(self) -> Any:
-        """Where the reader stands; cheap."""
-
-    def state(self, position: Any) -> Any:
-        """A position as plain containers, from which a new reader can start.
-
-        Raises:
-            PositionLostError: if a worker has failed.
-        """
-
-    def close(self) -> None:
-        """End the workers."""
+#: Where the workers of a rank stand, in the order in which their next rows come.
+Position = tuple[WorkerPosition, ...]
+#: Opens the share of the logical worker of that number.
+OpenWorker = Callable[[int, Whereabouts], PackingStage]
 
 
-def open_reader(loader: SavableDataLoader[Any], *, origin: Any) -> Reader:
-    """A reader of a loader that was just made, from a state of another reader, or None for the beginning."""
-    return WorkerReader(loader, origin=origin) if loader.num_workers else MainProcessReader(loader, origin=origin)
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The logical workers that a rank runs.
+
+    Args:
+        numbers: theirs.
+        of: how many there are over all ranks.
+        processes: whether each is a process; else there is one, in the main process.
+        timeout: seconds in which a process must read at least one more sample, else it counts as hung.
+    """
+
+    numbers: Sequence[int]
+    of: int
+    processes: bool
+    timeout: float
+
+    @classmethod
+    def of_rank(cls, rank: int, *, ranks: int, num_workers: int, timeout: float) -> Workers:
+        """Dealt out to the ranks in turn, so that their rows have one order over all ranks."""
+        of = ranks * max(num_workers, 1)
+        return cls(numbers=range(rank, of, ranks), of=of, processes=num_workers > 0, timeout=timeout)
+
+    @property
+    def beginning(self) -> Position:
+        """Each at the beginning of its share."""
+        return tuple(WorkerPosition(number, None) for number in self.numbers)
 
 
-class MainProcessReader:
-    """Reads without workers."""
+class RankReader:
+    """Reads rows from the logical workers of a rank, one from each in turn; those that reach their end drop out.
 
-    def __init__(self, loader: SavableDataLoader[Any], *, origin: Any) -> None:
-        self._loader = loader
-        self._snapshot: Any = None if origin is None else origin["snapshot"]
-        offset: int = 0 if origin is None else origin["offset"]
-        if self._snapshot is not None:
-            loader.restore_state_rank(from_plain(self._snapshot))
-        self._taken = time.monotonic()
-        self._batches: Iterator[PackedBatch] = iter(loader)
-        for _ in range(offset):
-            next(self._batches)
-        self._since = offset
+    Args:
+        open_worker: opens a share, in the process that reads it.
+        workers: how they run.
+        start: where they stand.
+    """
 
-    def read(self) -> PackedBatch:
-        """The next batch."""
-        if time.monotonic() - self._taken > SNAPSHOT_SECONDS:
-            self._snapshot, self._since = to_plain(self._loader.save_state_rank()), 0
-            self._taken = time.monotonic()
-        batch = next(self._batches)
-        self._since += 1
-        return batch
-
-    def position(self) -> tuple[Any, int]:
-        """The last snapshot, and the batches since."""
-        return self._snapshot, self._since
-
-    def state(self, position: tuple[Any, int]) -> Any:
-        """The position as plain containers."""
-        snapshot, offset = position
-        return {"snapshot": snapshot, "offset": offset}
-
-    def close(self) -> None:
-        """Nothing runs beside the main process."""
-
-
-class _Given(NamedTuple):
-    #: Number of the last batch that each worker has given, by logical worker.
-    last: tuple[int, ...]
-    next_worker: int
-
-
-class WorkerReader:
-    """Reads through worker processes."""
-
-    def __init__(self, loader: SavableDataLoader[Any], *, origin: Any) -> None:
-        self._loader = loader
-        state: SavableDataLoaderState | None = from_plain(origin)
-        loader.restore_state_rank(state)
-        # Kept apart from what the loader got: Energon changes a restored state in place.
-        self._start: list[SavableDatasetCheckpoint] = (
-            [SavableDatasetCheckpoint(state=None, offset=0) for _ in range(loader.num_workers)]
-            if state is None
-            else from_plain(origin).worker_states
-        )
-        # Energon forgets the offset here, and would take a worker for standing before its first batch.
-        loader._worker_sample_counters = self._at_start()
-        self._batches: Iterator[PackedBatch] = iter(loader)
-        self._failed = False
-
-    def _at_start(self) -> list[int]:
-        return [(-1 if w.state is None else w.state.sample_index - 1) + w.offset for w in self._start]
-
-    def read(self) -> PackedBatch:
-        """The next batch."""
+    def __init__(self, open_worker: OpenWorker, *, workers: Workers, start: Position) -> None:
+        assert workers.processes or len(start) == 1
+        self._workers: dict[int, WorkerProcess | WorkerHere] = {}
+        self._at = dict(start)
+        self._turn = deque(worker for worker, _ in start)
+        self._ended: list[int] = []
+        self._orphans: list[LeftOut] = []
         try:
-            return next(self._batches)
-        except Exception:
-            # The worker stands in the middle of a batch.
-            self._failed = True
+            for number, origin in start:
+                share = partial(open_worker, number)
+                self._workers[number] = (
+                    WorkerProcess(share, number=number, origin=origin, timeout=workers.timeout)
+                    if workers.processes
+                    else WorkerHere(share, origin=origin)
+                )
+        except BaseException:
+            self.close()
             raise
 
-    def position(self) -> _Given:
-        """What each worker has given."""
-        return _Given(tuple(self._loader._worker_sample_counters), self._loader._next_worker_id)
+    def read(self) -> PackedBatch | None:
+        """The next row, or None at the end of all shares."""
+        while self._turn:
+            number = self._turn[0]
+            message = self._workers[number].receive()
+            if isinstance(message, End):
+                self._orphans += message.orphans
+                self._ended.append(self._turn.popleft())
+                continue
+            start = message.start
+            if start is None:
+                known = self._at[number]
+                assert known is not None
+                start = known.start
+            self._at[number] = StagePosition(message.buffer, message.emitted, start)
+            self._turn.rotate(-1)
+            batch = message.batch
+            batch.left_out[:0], self._orphans = self._orphans, []
+            return batch
+        return None
 
-    def state(self, position: _Given) -> Any:
-        """The position as plain containers; asks the workers for their snapshots."""
-        given = [now > then for now, then in zip(position.last, self._at_start(), strict=True)]
-        workers = self._start
-        if any(given):
-            try:
-                answers = self._ask_workers("get_checkpoint", list(position.last))
-            except Exception as e:
-                # A worker that dies while it is asked shows in many ways.
-                self._failed = True
-                raise PositionLostError(
-                    "a loader worker has failed, so the position in the data is not known: resume from an older checkpoint"
-                ) from e
-            workers = [answer if asked else known for answer, asked, known in zip(answers, given, self._start, strict=True)]
-        state = SavableDataLoaderState(
-            worker_states=list(workers),
-            next_worker_id=position.next_worker,
-            micro_batch_size=self._loader._get_batch_size(),
-        )
-        return to_plain(state)
+    def position(self) -> Position:
+        """Where the workers stand; cheap."""
+        return tuple(WorkerPosition(number, self._at[number]) for number in (*self._turn, *self._ended))
 
-    def _ask_workers(self, *command: Any) -> list[Any]:
-        """Energon's own way to ask waits for ever for a worker that died."""
-        answers: dict[int, Any] = {}
-        if not self._failed:
-            for commands in self._loader.cmd_queues:
-                commands.put(command)
-        for results in self._loader.result_queues:
-            while True:
-                if self._failed or not all(process.is_alive() for process in self._loader._iterator._workers):
-                    raise RuntimeError("a worker does not answer any more")
-                with contextlib.suppress(queue.Empty):
-                    answers |= results.get(timeout=1)
-                    break
-        for answer in answers.values():
-            if isinstance(answer, Exception):
-                raise answer
-        return [answers[worker] for worker in range(len(answers))]
+    def take_orphans(self) -> list[LeftOut]:
+        """What was left out and had no row to ride in."""
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Worker processes."""
+        return [worker.process.pid for worker in self._workers.values() if worker.process is not None]  # type: ignore[misc]
 
     def close(self) -> None:
         """End the workers."""
-        stop_workers(self._loader)
-
-
-def stop_workers(loader: Any) -> None:
-    """End the worker processes of an Energon loader, if it has any."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None:
-        # The command thread of a savable worker looks up once a second; told to end, it does not hold up the worker's exit.
-        for commands in getattr(loader, "cmd_queues", ()):
-            commands.put((None,))
-        iterator._shutdown_workers()
-        loader._iterator = None
-
-
-def tie_workers_to_this_process(loader: Any) -> None:
-    """Make the loader's workers leave Ctrl-C to this process, and exit when it is gone, even killed.
-
-    A terminal sends Ctrl-C to workers too, which would take the position with them. And a worker that is blocked while it
-    sends a batch waits for ever: its siblings hold the other end of the pipe open.
-    """
-    loader.worker_init_fn = partial(_follow_parent, loader.worker_init_fn, os.getpid())
-
-
-def _follow_parent(then: Callable[[int], None], parent: int, worker_id: int) -> None:
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
-    then(worker_id)
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+        self._turn.clear()

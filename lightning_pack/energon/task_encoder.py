@@ -26,9 +26,12 @@ from megatron.energon import (
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
-from megatron.energon.wrappers import BatchDataset, PackingDataset
+from megatron.energon.wrappers import ShuffleBufferDataset
 
 from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
+from lightning_pack.energon.reading import DamagedSample, OnDamaged, Reading
+from lightning_pack.energon.stage import PackingStage
+from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import EncodedSource, Pack, PackedBatch
 
@@ -55,8 +58,10 @@ def record_of(sample: Sample) -> Mapping[str, Any]:
     A crude sample's ``json`` part, its ``txt`` part as ``{"text": ...}``, or the fields of any other Energon sample type.
 
     Raises:
-        LeaveOut: as ``corrupt``, where the parts cannot be read.
+        LeaveOut: as ``corrupt``, where the parts cannot be understood, ``damaged`` where the sample cannot be read.
     """
+    if isinstance(sample, DamagedSample):
+        raise LeaveOut("damaged", "it cannot be read any more")
     if not isinstance(sample, RawSample):
         names = (f.name for f in dataclasses.fields(sample) if not f.name.startswith("__"))
         record = {name: getattr(sample, name) for name in names}
@@ -88,29 +93,43 @@ def _keep_bad_lines(dataset: Any) -> None:
     dataset._load_sample = load_or_keep
 
 
-class PackingStage(PackingDataset[EncodedSource, EncodedSource, Pack]):
-    """Energon's packing dataset without the progress bar that every worker would print at every start."""
-
-    def _fill_reading_buffer(self, source_iter: Any, log_progress: bool = False) -> bool:
-        return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
-
-
 class PackTaskEncoder(DefaultTaskEncoder):
     """Energon's hooks, answered by an encoder and a policy.
 
     Args:
         encoder: record -> source.
         policy: the packing rules.
+        shuffle_buffer_size: samples that are drawn from at random before encoding; 0 keeps the order of reading.
+        packs_per_batch: packs in a row.
+        finite: whether the samples have an end.
+        on_damaged: what happens to a sample that cannot be read.
+        whereabouts: is told what is read.
     """
 
     cookers = (Cooker(cook),)
     #: Parts stay bytes, so that a part that cannot be decoded is counted instead of skipped.
     decoder = None
 
-    def __init__(self, encoder: Encoder, *, policy: PackingPolicy) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        policy: PackingPolicy,
+        shuffle_buffer_size: int = 0,
+        packs_per_batch: int = 1,
+        finite: bool = False,
+        on_damaged: OnDamaged = "error",
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.policy = policy
+        self._shuffle_buffer_size = shuffle_buffer_size
+        self._packs_per_batch = packs_per_batch
+        self._finite = finite
+        self._on_damaged = on_damaged
+        self._whereabouts = whereabouts or Whereabouts()
+        self._reading: Reading | None = None
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         if isinstance(dataset.dataset, CrudeJsonlDatasetFactory):
@@ -165,6 +184,19 @@ class PackTaskEncoder(DefaultTaskEncoder):
         """The packs of a batch as one physical row."""
         return PackedBatch.from_packs(samples, pad_id=self.encoder.pad_id)
 
+    def build_encode_sample(self, dataset: SavableDataset[Sample], *, worker_config: WorkerConfig) -> SavableDataset[Any]:
+        """Samples as read -> shuffled -> source."""
+        dataset = self._reading = Reading(
+            dataset,
+            finite=self._finite,
+            on_damaged=self._on_damaged,
+            whereabouts=self._whereabouts,
+            worker_config=worker_config,
+        )
+        if self._shuffle_buffer_size > 1:
+            dataset = ShuffleBufferDataset(dataset, size=self._shuffle_buffer_size, worker_config=worker_config)
+        return super().build_encode_sample(dataset, worker_config=worker_config)
+
     def build_batch(
         self,
         dataset: SavableDataset[EncodedSource],
@@ -173,25 +205,17 @@ class PackTaskEncoder(DefaultTaskEncoder):
         batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
-    ) -> SavableDataset[PackedBatch]:
+    ) -> PackingStage:
         """Source -> pack -> row."""
-        assert batch_size is not None
-        assert packing_buffer_size is not None
-        packs = PackingStage(
+        assert self._reading is not None
+        return PackingStage(
             dataset,
-            buffer_size=packing_buffer_size,
-            pre_packer=self.select_samples_to_pack,
-            final_packer=self.pack_selected_samples,
-            final_packer_stateless=True,
-            packer_config=self.policy.fingerprint,
-            worker_config=worker_config,
-        )
-        return BatchDataset(
-            packs,
-            batch_size=batch_size,
-            batcher=self.batch,
-            batcher_stateless=True,
-            drop_last=batch_drop_last,
+            buffer_size=self.policy.buffer_size,
+            select=self.select_samples_to_pack,
+            build=self.pack_selected_samples,
+            batch=self.batch,
+            packs_per_batch=self._packs_per_batch,
+            take_damaged=self._reading.take_damaged,
             worker_config=worker_config,
         )
 
@@ -205,6 +229,6 @@ class SplitTaskEncoder(PackTaskEncoder):
         yield from self._sources(sample)
 
 
-def task_encoder(encoder: Encoder, *, policy: PackingPolicy) -> PackTaskEncoder:
-    """The task encoder for a policy."""
-    return (SplitTaskEncoder if policy.overlength == "split" else PackTaskEncoder)(encoder, policy=policy)
+def task_encoder(encoder: Encoder, *, policy: PackingPolicy, **options: Any) -> PackTaskEncoder:
+    """The task encoder for a policy; ``options`` are those of :class:`PackTaskEncoder`."""
+    return (SplitTaskEncoder if policy.overlength == "split" else PackTaskEncoder)(encoder, policy=policy, **options)

@@ -1,0 +1,247 @@
+"""Logical workers: each reads one share of the data, in a process of its own or in the main process.
+
+Which share a logical worker reads depends on its number and on how many there are, not on the rank that runs it, so a run may
+continue with its workers spread over more or fewer ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import torch
+from megatron.energon.state import FlexState
+
+from lightning_pack.energon.stage import PackingStage, StagePosition
+from lightning_pack.row import LeftOut, PackedBatch
+
+#: Rows that a worker holds ready.
+PREFETCHED = 2
+#: Opens the share of a logical worker, given what it is to be told about: where the reading has got to.
+OpenShare = Callable[["Whereabouts"], PackingStage]
+
+
+class WorkerFailedError(RuntimeError):
+    """A loader worker has died or does not answer any more."""
+
+
+class Whereabouts:
+    """What a worker reads, seen from outside: how many samples so far, and the last one, readable even when it is dead."""
+
+    def __init__(self) -> None:
+        self._samples = multiprocessing.get_context("fork").RawValue(ctypes.c_longlong, 0)
+        self._place = multiprocessing.get_context("fork").RawArray(ctypes.c_char, 512)
+
+    def reads(self, place: str) -> None:
+        """The next sample is read."""
+        self._place.value = place.encode()[-500:]
+        self._samples.value += 1
+
+    @property
+    def samples(self) -> int:
+        """Samples read so far."""
+        return self._samples.value
+
+    @property
+    def place(self) -> str:
+        """The sample that is read, or was read last."""
+        return self._place.value.decode(errors="replace") or "nothing yet"
+
+
+class Row(NamedTuple):
+    """A row and the position after it."""
+
+    batch: PackedBatch
+    buffer: int
+    emitted: int
+    #: Only where it is another than that of the row before.
+    start: FlexState | None
+
+
+@dataclass(frozen=True)
+class End:
+    """A finite share is read to its end."""
+
+    #: Left out in a share in which nothing can be trained on.
+    orphans: list[LeftOut]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: Exception
+    trace: str
+
+
+class _WorkerTraceback(Exception):  # noqa: N818 - shown as the cause of the error itself
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: StagePosition | None) -> Iterator[Row | End]:
+    """The rows of a share from a position on, or from its beginning."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        stage = open_share(whereabouts)
+    config = stage.worker_config
+    if origin is not None:
+        # Energon changes a restored state in place.
+        start = pickle.loads(pickle.dumps(origin.start))
+        state = FlexState(__class__="PackingStage", buffer=origin.buffer, emitted=origin.emitted, start=start)
+        stage.restore_state(state)
+    rows = iter(stage)
+    known: FlexState | None = None
+    number = 0
+    while True:
+        config.worker_activate(number)
+        try:
+            batch = next(rows, None)
+        except AssertionError as e:
+            if "empty dataset" not in str(e):
+                raise
+            raise ValueError("a loader worker has no sample to read: use fewer workers or ranks, or more data") from e
+        finally:
+            config.worker_deactivate()
+        if batch is None:
+            yield End(stage.orphans)
+            return
+        at = stage.position
+        yield Row(batch, at.buffer, at.emitted, None if at.start is known else at.start)
+        known, number = at.start, number + 1
+
+
+class WorkerProcess:
+    """A logical worker in a process of its own.
+
+    Args:
+        open_share: opens the data; called in the process.
+        number: of the logical worker, for errors.
+        origin: where to start; None is the beginning.
+        timeout: seconds in which at least one more sample must be read, else the worker counts as hung.
+    """
+
+    def __init__(self, open_share: OpenShare, *, number: int, origin: StagePosition | None, timeout: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self._number, self._timeout = number, timeout
+        self._whereabouts = Whereabouts()
+        self._connection, other = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_serve, args=(open_share, self._whereabouts, origin, other, os.getpid()), daemon=True
+        )
+        self.process.start()
+        other.close()
+
+    def receive(self) -> Row | End:
+        """The next row, or the end.
+
+        Raises:
+            WorkerFailedError: if the process has died or reads nothing any more, naming what it read.
+            Exception: whatever was raised in the process.
+        """
+        samples, since = -1, time.monotonic()
+        while not connection.wait([self._connection, self.process.sentinel], timeout=min(1.0, self._timeout / 4)):
+            if self._whereabouts.samples != samples:
+                samples, since = self._whereabouts.samples, time.monotonic()
+            elif time.monotonic() - since > self._timeout:
+                raise self._failed(
+                    f"does not answer: for {self._timeout:g} seconds it has read no further sample",
+                    "check storage and encoder, or raise worker_timeout",
+                )
+        try:
+            message = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as e:
+            self.process.join(timeout=10)
+            code = self.process.exitcode
+            how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+            raise self._failed(how, "a machine that runs out of memory kills in this way: use fewer workers") from e
+        if isinstance(message, _Failure):
+            raise message.error from _WorkerTraceback(message.trace)
+        return message
+
+    def _failed(self, how: str, advice: str) -> WorkerFailedError:
+        return WorkerFailedError(
+            f"loader worker {self._number} (process {self.process.pid}) {how}. The last sample it began to read: "
+            f"{self._whereabouts.place}. Resume from the last checkpoint; {advice}"
+        )
+
+    def close(self) -> None:
+        """End the process. It only reads, so it is not asked."""
+        # Not terminated: a stopped process would not notice.
+        self.process.kill()
+        self.process.join()
+        self._connection.close()
+
+
+class WorkerHere:
+    """A logical worker in the main process."""
+
+    def __init__(self, open_share: OpenShare, *, origin: StagePosition | None) -> None:
+        self._rows = rows_of_share(open_share, Whereabouts(), origin)
+        self.process = None
+
+    def receive(self) -> Row | End:
+        """The next row, or the end."""
+        return next(self._rows)
+
+    def close(self) -> None:
+        """Nothing runs beside the main process."""
+        self._rows.close()  # type: ignore[attr-defined]
+
+
+def _serve(
+    open_share: OpenShare,
+    whereabouts: Whereabouts,
+    origin: StagePosition | None,
+    sink: connection.Connection,
+    parent: int,
+) -> None:
+    """The life of a worker process: send rows until the end, an error, or the end of the parent."""
+    # Ctrl-C goes to every process of a terminal; ending the run is the business of the parent alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent's handlers came along with the fork: Lightning's talks to the other ranks.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    # What was there before the fork is never garbage, and looking at it would copy its memory.
+    gc.freeze()
+    ready: queue.Queue[Any] = queue.Queue(maxsize=PREFETCHED)
+
+    def send() -> None:
+        while (message := ready.get()) is not None:
+            sink.send_bytes(ForkingPickler.dumps(message))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    sender = threading.Thread(target=send, name="row sender", daemon=True)
+    sender.start()
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+    try:
+        for message in rows_of_share(open_share, whereabouts, origin):
+            ready.put(message)
+    except Exception as e:
+        ready.put(_Failure(_portable(e), traceback.format_exc()))
+    ready.put(None)
+    sender.join()
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
