@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -24,6 +25,8 @@ from lightning_pack.energon import (
     Workers,
     data_fingerprint,
     has_split,
+    redistribute,
+    refuse_endless,
 )
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.parallel import ParallelLayout
@@ -176,6 +179,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         trainer = self.trainer
         # A trainer that fits again goes on in the data, as its global step does; a new trainer starts at the beginning.
         goes_on = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
+        if self.epochs is not None:
+            refuse_endless(self.path, "train")
         fingerprint = self._settings()
         if not goes_on or fingerprint != self._fingerprint:
             self._stop()
@@ -229,6 +234,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
                     "overfit_batches repeats the same batches every epoch, which an endless stream cannot: use "
                     "limit_train_batches, or a dataset of a few samples"
                 )
+            if self.epochs is not None and trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"epochs={self.epochs} trains on every source of a pass, limit_train_batches={trainer.limit_train_batches} "
+                    "ends it early: set one of the two"
+                )
             if trainer.ckpt_path is not None and not self._resumed:
                 raise ResumeError(
                     f"the checkpoint {trainer.ckpt_path!r} holds no position in the data for {type(self).__qualname__}: it was "
@@ -262,7 +272,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
-        return PassLoader(replace(self.options, path=path), workers=self._workers, split=split)
+        strategy = None if self.trainer is None else self.trainer.strategy
+        # Their forward pass gathers weights from all ranks.
+        together = isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy)
+        everyone = Agreement().everyone if together else None
+        return PassLoader(replace(self.options, path=path), workers=self._workers, split=split, everyone=everyone)
 
     def teardown(self, stage: str) -> None:
         """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
@@ -307,5 +321,15 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
         refuse_other_settings(state_dict, settings=self._fingerprint)
-        self._progress.restore(state_dict["ranks"][self.rank])
+        self._progress.restore(_of_rank(state_dict["ranks"], rank=self.rank, ranks=self.ranks))
         self._resumed = True
+
+
+def _of_rank(states: list[dict[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """The state for one rank, from those of all ranks of a run that had as many logical workers on perhaps other ranks."""
+    if len(states) == ranks:
+        return states[rank]
+    loader = redistribute([state["loader"] for state in states], rank=rank, ranks=ranks)
+    # The counts are of the whole run, so they stay whole on one rank.
+    counts = {name: sum(state["counts"][name] for state in states) if rank == 0 else 0 for name in states[0]["counts"]}
+    return {"loader": loader, "counts": counts, "random": states[rank]["random"] if rank < len(states) else None}

@@ -21,7 +21,7 @@ from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
 
 #: Why a source is dropped or cut; any other reason is counted as ``other``.
-REASONS = ("overlength", "truncated", "no_targets", "empty", "corrupt", "encoder_error", "other")
+REASONS = ("overlength", "truncated", "no_targets", "empty", "corrupt", "encoder_error", "damaged", "uneven_ranks", "other")
 #: Names of the elements of :attr:`PackingMetrics.counts`, in order.
 COUNTERS = (
     *("packs", "sources", "real_tokens", "target_tokens", "slots", "alignment_padding"),

@@ -44,6 +44,18 @@ class TrainingProgress(Callback):
         if not self._in_window:
             self.loader.commit()
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Train nothing where a checkpoint says that all passes are done."""
+        self._stop_after_last_pass(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End training after the last pass over the data."""
+        self._stop_after_last_pass(trainer)
+
+    def _stop_after_last_pass(self, trainer: pl.Trainer) -> None:
+        if self.loader.finished:
+            trainer.should_stop = True
+
     def count_batch(self) -> None:
         """Count the oldest batch that was fetched."""
         batch = self.loader.trained()

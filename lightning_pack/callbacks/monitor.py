@@ -92,6 +92,9 @@ class PackingMonitor(Callback):
                     f"of the {stage} data: give the trainer packed batches, or remove the monitor"
                 )
             return False
+        if not batch.source_keys:
+            # A blank row, which keeps ranks in step.
+            return False
         metrics.update(batch)
         add_examples(self._examples.setdefault(stage, {}), batch.left_out)
         return True

@@ -1,8 +1,17 @@
 """Megatron-Energon: the task encoder whose hooks call the policy, and loaders that know what was trained on."""
 
-from lightning_pack.energon.dataset import StreamOptions, data_fingerprint, has_split
+from lightning_pack.energon.dataset import StreamOptions, data_fingerprint, has_split, refuse_endless
 from lightning_pack.energon.loader import ExactLoader, redistribute
 from lightning_pack.energon.passes import PassLoader
 from lightning_pack.energon.reader import Workers
 
-__all__ = ["ExactLoader", "PassLoader", "StreamOptions", "Workers", "data_fingerprint", "has_split", "redistribute"]
+__all__ = [
+    "ExactLoader",
+    "PassLoader",
+    "StreamOptions",
+    "Workers",
+    "data_fingerprint",
+    "has_split",
+    "redistribute",
+    "refuse_endless",
+]

@@ -15,6 +15,7 @@ from megatron.energon import WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.errors import reraise_exception
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.metadataset import load_dataset
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
 from lightning_pack.encoders import Encoder
 from lightning_pack.energon.reading import OnDamaged
@@ -138,9 +139,26 @@ def _task_encoder(options: StreamOptions, whereabouts: Whereabouts, *, finite: b
     )
 
 
+def refuse_endless(path: str, split: str) -> None:
+    """Check that a pass over the data has an end.
+
+    Raises:
+        ValueError: for a blend by weights, which repeats its datasets for ever.
+    """
+    if _load(path, split).blend_mode == DatasetBlendMode.DATASET_WEIGHT:
+        raise ValueError(
+            f"{path!r} blends its datasets by weights, which has no end: use blend_epochized with repetitions in the "
+            "metadataset, or leave out epochs and set max_steps"
+        )
+
+
 def _leaves(path: str, split: str) -> list[Any]:
+    return list(_load(path, split).datasets)
+
+
+def _load(path: str, split: str) -> Any:
     with _opening(path, split):
-        found = load_dataset(path).get_datasets(
+        return load_dataset(path).get_datasets(
             training=False,
             split_part=split,
             worker_config=worker_config(),
@@ -148,7 +166,6 @@ def _leaves(path: str, split: str) -> list[Any]:
             shuffle_over_epochs_multiplier=1,
             decoder=None,
         )
-    return list(found.datasets)
 
 
 def has_split(path: str, split: str) -> bool:
