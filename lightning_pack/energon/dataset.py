@@ -98,7 +98,7 @@ def open_stream(options: StreamOptions, encoder: PackTaskEncoder, *, split: str 
         loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=reader.SNAPSHOT_SECONDS,
-            n_checkpoints=2 * max(options.num_workers, 1) + 8,
+            n_checkpoints=2 * max(options.num_workers, 1) + 64,
             watchdog_timeout_seconds=None,
         )
     return _ours(loader)
@@ -129,6 +129,8 @@ Loader = TypeVar("Loader", SavableDataLoader[Any], BasicDataLoader[Any])
 def _ours(loader: Loader) -> Loader:
     # Energon pins memory where there is no device to pin it for.
     loader.pin_memory = torch.cuda.is_available()
+    # Opening it must not draw from torch's random numbers: a resumed run opens at other moments.
+    loader.generator = torch.Generator()
     reader.tie_workers_to_this_process(loader)
     return loader
 

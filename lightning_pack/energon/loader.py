@@ -38,6 +38,8 @@ class ExactLoader:
         self._open_loader = open_loader
         self._reader: Reader | None = None
         self._untrained: deque[_Fetched] = deque()
+        #: Counted as trained, but given again by a state: their optimizer step is not done.
+        self._uncommitted: deque[_Fetched] = deque()
         #: After the last batch that was fetched whole; an interrupted fetch does not move it.
         self._reached: Any = None
         #: Where a reader that is opened now starts: a plain state, or None for the beginning.
@@ -52,10 +54,16 @@ class ExactLoader:
 
     def trained(self) -> PackedBatch:
         """Count the oldest fetched batch as trained, and return it as it was fetched (on the CPU)."""
-        return self._untrained.popleft().batch
+        fetched = self._untrained.popleft()
+        self._uncommitted.append(fetched)
+        return fetched.batch
+
+    def commit(self) -> None:
+        """Make everything that was counted final: the state goes on after it."""
+        self._uncommitted.clear()
 
     def state(self) -> Any:
-        """Where training stands, as plain containers; None is the beginning.
+        """Where training stands, at the first batch that is not committed, as plain containers; None is the beginning.
 
         Raises:
             PositionLostError: if a loader worker has failed, so that nobody knows where it stood.
@@ -64,7 +72,8 @@ class ExactLoader:
             raise self._origin
         if self._reader is None:
             return self._origin
-        return self._reader.state(self._untrained[0].before if self._untrained else self._reached)
+        first = next((kept[0] for kept in (self._uncommitted, self._untrained) if kept), None)
+        return self._reader.state(self._reached if first is None else first.before)
 
     def restore(self, state: Any) -> None:
         """Go to a state of :meth:`state`; batches that were fetched and not trained are forgotten."""
@@ -83,6 +92,7 @@ class ExactLoader:
     def _close(self) -> None:
         reader, self._reader, self._error = self._reader, None, None
         self._untrained.clear()
+        self._uncommitted.clear()
         if reader is not None:
             reader.close()
 
