@@ -1,23 +1,49 @@
-"""Agreement of data-parallel ranks on what each of them knows only of itself."""
+"""Agreement of ranks: on what each of them knows only of itself, and on whether all of them are there."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
-from torch import distributed
+import torch.distributed as dist
+
+#: Seconds that a rank waits for the others when a run has failed.
+SECONDS_TO_ANSWER = 30.0
 
 
 class Agreement:
-    """Whether a condition holds on every rank. Talks over the CPU, so it never waits for a device."""
+    """Asks all ranks of the default process group.
+
+    In a group of its own (gloo, on the CPU), so that it never waits for a device, and a question which is not answered does not
+    get in the way of anything else.
+    """
 
     def __init__(self) -> None:
-        self._group: distributed.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._default: dist.ProcessGroup | None = None
+
+    def open(self) -> None:
+        """Prepare the group; on every rank."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            self._group = None
+        elif self._group is None or self._default is not dist.group.WORLD:
+            self._default, self._group = dist.group.WORLD, dist.new_group(backend="gloo")
 
     def everyone(self, condition: bool) -> bool:
-        """A collective: every rank calls it, equally often."""
-        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-            return condition
+        """Whether a condition holds on every rank. A collective: all ranks call it, equally often."""
+        self.open()
         if self._group is None:
-            self._group = distributed.new_group(backend="gloo")
+            return condition
         answer = torch.tensor([condition], dtype=torch.int32)
-        distributed.all_reduce(answer, op=distributed.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
         return bool(answer.item())
+
+    def reached(self) -> bool:
+        """Whether all ranks have asked within :data:`SECONDS_TO_ANSWER`. The group must be open."""
+        if self._group is None:
+            return True
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=SECONDS_TO_ANSWER))
+        except RuntimeError:
+            return False
+        return True

@@ -31,8 +31,9 @@ from lightning_pack.energon import (
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.progress import TrainingProgress
+from lightning_pack.progress import SearchLoader, TrainingProgress
 from lightning_pack.resume import NEW_RUN, STATE_VERSION, ResumeError, flat, refuse_other_settings
+from lightning_pack.rewind import SaveRefusedError
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -252,6 +253,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 )
         if self._progress is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
+        if trainer is not None and self._progress not in trainer.callbacks:  # type: ignore[attr-defined]
+            return SearchLoader(self._progress.loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return self._progress.loader
 
     def val_dataloader(self) -> PassLoader | list[Any]:
@@ -302,12 +305,23 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """The position of every data-parallel rank, and the settings it holds for. Collective: call it on every rank."""
         if self._progress is None:
             return {}
-        mine = self._progress.state()
+        mine: dict[str, Any] | str
+        error: Exception | None = None
+        try:
+            mine = self._progress.state(self.trainer)
+        except SaveRefusedError as e:
+            # The others must know, and not wait for this rank.
+            mine, error = str(e), e
         ranks: list[Any] = [mine]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             everyone: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(everyone, mine)
             ranks = everyone[:: self.parallel.model_parallel_size]
+            for rank, state in enumerate(everyone):
+                if isinstance(state, str) and error is None:
+                    error = SaveRefusedError(f"no checkpoint is saved, because of rank {rank}: {state}")
+        if error is not None:
+            raise error
         return {"version": STATE_VERSION, "settings": dict(self._fingerprint), "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

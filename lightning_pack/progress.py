@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
+from lightning_pack.agreement import Agreement
 from lightning_pack.energon import ExactLoader
+from lightning_pack.resume import ResumeError
+from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart
+from lightning_pack.row import PackedBatch
 
 _COUNTS = ("rows", "sources", "real_tokens", "left_out")
 
 
-class TrainingProgress(Callback):
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """The step boundary before the batches whose gradients wait for the optimizer."""
+
+    point: ResumePoint
+    counts: dict[str, int]
+    random: dict[str, Any]
+    buffers: list[int]
+
+
+class TrainingProgress(RewindingCallback):
     """Tells the loader which batches were trained, and keeps count; the datamodule puts it first among the callbacks.
+
+    A checkpoint holds no gradients. So whenever it is saved, it tells of the last completed optimizer step: batches, counts,
+    random state and Lightning's loops are those of that moment, and a run that is resumed trains the batches since again, with
+    the same dropout. This holds for a save in any hook, on an exception and on a signal that becomes one. A save inside
+    the optimizer's own step, where weights are changed in part, raises :class:`~lightning_pack.rewind.SaveRefusedError`.
+
+    Not taken back, because only their owner could: buffers of the module that change in a forward pass (a warning says so),
+    metrics and other state that a module or another callback keeps, random numbers of numpy and Python, the update of a
+    ReduceLROnPlateau that Lightning makes after the save.
 
     Args:
         loader: the stream of this rank.
@@ -25,64 +50,272 @@ class TrainingProgress(Callback):
         self.loader = loader
         #: Rows, sources and real tokens trained on by this rank, and sources left out, since the run began.
         self.counts = dict.fromkeys(_COUNTS, 0)
-        #: Micro-batches whose gradients wait for the optimizer step.
-        self._in_window = 0
+        self.agreement = Agreement()
+        #: The random state to go on with, from a checkpoint.
         self._random: dict[str, Any] | None = None
+        #: Where to go on, from a checkpoint, until training begins.
+        self._restored: ResumePoint | None = None
+        self._running = False
+        self._window: _Window | None = None
+        self._batch_begun = False
+        #: The last step boundary, from its batch on until the epoch has ended.
+        self._boundary: ResumePoint | None = None
+        self._boundary_random: dict[str, Any] | None = None
+        #: An epoch that was cut short by max_steps goes on there in a longer run.
+        self._cut: ResumePoint | None = None
+        self._weights: int | None = None
+        self._buffers: list[tuple[str, Tensor]] = []
+        self._exception: BaseException | None = None
+
+    @property
+    def in_window(self) -> bool:  # type: ignore[override]
+        """Whether gradients wait for the optimizer step."""
+        return self._window is not None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Prepare for ranks that fail alone."""
+        self._running, self._exception = False, None
+        self.agreement.open()
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Let Lightning's loops start where the position does."""
+        if self._running:
+            # Restored within a fit, by a search: Lightning's loops go on as they are.
+            self._restored = None
+        if self._restored is not None:
+            self._restored.write(checkpoint["loops"]["fit_loop"])
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin where the checkpoint stands, or at the start of an epoch."""
+        if self._window is not None:
+            # Left by an exception: the same trainer fits again, and its loader gives the batches of the window again.
+            self.counts = self._window.counts
+        self._window = self._boundary = self._cut = self._weights = None
+        self._running, self._batch_begun = True, False
+        self._stop_after_last_pass(trainer)
+        self._buffers = _persistent_buffers(pl_module)
+        point, self._restored = self._restored, None
+        if point is None:
+            return
+        if point.begin(trainer):
+            # Validation may draw random numbers before any hook is called.
+            self._continue_random(pl_module)
+        if point.next in ("validation", "epoch_end"):
+            self._boundary, self._boundary_random = point, self._random or _random_state()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A new epoch."""
+        self._boundary = self._cut = None
+        self._continue_random(pl_module)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Continue the random numbers of the run that was stopped; dropout uses them."""
-        if self._random is not None:
-            torch.set_rng_state(self._random["cpu"])
-            if self._random["device"] is not None and pl_module.device.type == "cuda":
-                torch.cuda.set_rng_state(self._random["device"], pl_module.device)
-            self._random = None
+        """Note the step boundary before the first batch of a window, and draw the random numbers of a stopped run."""
+        self._continue_random(pl_module)
+        self._batch_begun = True
+        if self._window is None:
+            self._window = _Window(
+                point=ResumePoint.before_batch(trainer),
+                counts=dict(self.counts),
+                random=_random_state(),
+                buffers=[buffer._version for _, buffer in self._buffers],
+            )
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Note the weights, to know later whether the optimizer has begun to change them."""
+        if self._weights is None:
+            self._weights = _version(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Count a batch."""
-        self.count_batch()
-        self._in_window = self._in_window + 1 if trainer.fit_loop._should_accumulate() else 0
-        if not self._in_window:
-            self.loader.commit()
+        self._catch_up(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Train nothing where a checkpoint says that all passes are done."""
-        self._stop_after_last_pass(trainer)
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validation is not repeated by a run that is resumed from here."""
+        if self._boundary is not None and not trainer.sanity_checking:
+            self._boundary = self._boundary.validated()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End training after the last pass over the data."""
+        """The epoch is over, or max_steps are reached within it."""
+        end_restart(trainer)
+        boundary, self._boundary = self._boundary, None
+        if boundary is not None and not boundary.last:
+            self._cut = boundary.validated()
+        if self._window is not None:
+            # The module has skipped the rest of the epoch: Lightning drops the gradients of the window.
+            self._step_done()
         self._stop_after_last_pass(trainer)
 
     def _stop_after_last_pass(self, trainer: pl.Trainer) -> None:
         if self.loader.finished:
             trainer.should_stop = True
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """From now on another rank may not answer."""
+        self._exception = exception
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the datamodule saves the state. But a rank that fails alone must not wait for others for ever."""
+        if self._exception is not None and not self.agreement.reached():
+            self._refuse(
+                f"another rank does not answer, so no checkpoint can be saved after {type(self._exception).__name__}: "
+                f"{self._exception}. Resume from an older one"
+            )
+        return {}
+
     def count_batch(self) -> None:
-        """Count the oldest batch that was fetched."""
+        """Count the oldest batch that was fetched, as a step of its own."""
+        self._count()
+        self.loader.commit()
+
+    def _count(self) -> None:
         batch = self.loader.trained()
         new = (1, len(batch.source_keys), int(batch.cu_seqlens[-1]), len(batch.left_out))
         for name, more in zip(_COUNTS, new, strict=True):
             self.counts[name] += more
 
-    def state(self) -> dict[str, Any]:
-        """The position, the counts and torch's random state, as plain containers.
+    def _catch_up(self, trainer: pl.Trainer) -> None:
+        """Count the batch in hand if it is trained; a callback before this one may save in on_train_batch_end."""
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if not self._batch_begun or not batch.ready == batch.started == batch.processed:
+            return
+        self._batch_begun = False
+        self._count()
+        if not trainer.fit_loop._should_accumulate():
+            self._boundary, self._boundary_random = ResumePoint.after_batch(trainer), _random_state()
+            self._step_done()
+
+    def _step_done(self) -> None:
+        self.loader.commit()
+        self._window = self._weights = None
+
+    def _continue_random(self, pl_module: pl.LightningModule) -> None:
+        if self._random is not None:
+            torch.set_rng_state(self._random["cpu"])
+            if self._random["device"] is not None and pl_module.device.type == "cuda":
+                torch.cuda.set_rng_state(self._random["device"], pl_module.device)
+            self._random = None
+
+    def state(self, trainer: pl.Trainer | None = None) -> dict[str, Any]:
+        """The position, the counts, torch's random state and the place in Lightning's loops, as plain containers.
 
         Raises:
-            PositionLostError: if a loader worker has failed.
+            SaveRefusedError: if weights and position do not belong together at this moment.
         """
-        if self._in_window:
-            rank_zero_warn(
-                f"a checkpoint is saved between optimizer steps: it counts {self._in_window} micro-batches as trained whose "
-                "gradients it does not hold, so a resumed run would go on with a shorter step. Save when a step is complete: "
-                "let val_check_interval and other intervals be multiples of accumulate_grad_batches"
-            )
-        on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+        point, counts = self._restored, self.counts
         # Before its first step a resumed run still stands where its checkpoint does.
-        random = self._random or {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state() if on_device else None}
-        return {"loader": self.loader.state(), "counts": dict(self.counts), "random": random}
+        random = self._random or _random_state()
+        if trainer is not None:
+            self._catch_up(trainer)
+            counts = self.counts
+            self._check(trainer)
+            if self._window is not None:
+                point, counts, random = self._window.point, self._window.counts, self._window.random
+            elif self._restored is None:
+                point = self._point(trainer)
+                if point.next == "validation" and trainer.validating:
+                    random = self._boundary_random or random
+        plain = None if point is None else point.to_plain()
+        return {"loader": self.loader.state(), "counts": dict(counts), "random": random, "point": plain}
+
+    def _point(self, trainer: pl.Trainer) -> ResumePoint:
+        if self._boundary is None:
+            return self._cut or ResumePoint.between_epochs(trainer)
+        if trainer.fit_loop.epoch_loop._batches_that_stepped > self._boundary.stepped:
+            # Lightning has left the batch behind: a validation that was due has been run.
+            return self._boundary.validated()
+        return self._boundary
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        if self._restored is not None and not trainer.fit_loop._loaded_from_state_dict:
+            self._refuse(
+                "the checkpoint that is resumed is not restored in whole yet, so a checkpoint of this moment would be wrong: "
+                "save later, or keep the one that is resumed"
+            )
+        scheduler = trainer.fit_loop.epoch_loop.scheduler_progress.total
+        if self._running and scheduler.ready != scheduler.completed:
+            self._refuse(
+                "a checkpoint is to be saved while the learning rate is being changed, so nobody could tell whether it was: "
+                "save in on_train_batch_end instead"
+            )
+        if self._window is None:
+            return
+        if self._weights is not None and self._weights != _version(trainer):
+            self._refuse(
+                "a checkpoint is to be saved while the optimizer changes the weights, so they belong neither to the step "
+                "before nor to this one: save in on_train_batch_end instead, or resume from an older checkpoint"
+            )
+        changed = [
+            name for (name, buffer), then in zip(self._buffers, self._window.buffers, strict=True) if buffer._version != then
+        ]
+        if changed:
+            rank_zero_warn(
+                f"a checkpoint is saved between optimizer steps: a resumed run trains the batches since the last step again, "
+                f"but buffers of the module have seen them already ({', '.join(changed[:3])}). Save at a complete step: let "
+                "val_check_interval and other intervals be multiples of accumulate_grad_batches"
+            )
+
+    def _refuse(self, why: str) -> None:
+        if self._exception is not None:
+            # Lightning will not come to the datamodule's own on_exception.
+            self.loader.stop()
+        raise SaveRefusedError(why)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a state of :meth:`state`."""
+        """Go to a state of :meth:`state`.
+
+        Raises:
+            ResumeError: if the state names no place to go on from.
+        """
+        point = state.get("point")
+        try:
+            self._restored = None if point is None else ResumePoint.from_plain(point)
+        except ValueError as e:
+            raise ResumeError(f"the checkpoint's place in the training loop is damaged: {e}. Resume from another one") from e
         self.loader.restore(state["loader"])
         self.counts = dict(state["counts"])
         self._random = state["random"]
-        self._in_window = 0
+        self._window = self._boundary = self._cut = None
+
+
+class SearchLoader:
+    """Batches for Lightning's searches of learning rate and batch size, which take all callbacks away and restore afterwards.
+
+    Args:
+        loader: the stream; batches count as trained when they are given.
+    """
+
+    def __init__(self, loader: ExactLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        for batch in self._loader:
+            self._loader.trained()
+            self._loader.commit()
+            yield batch
+
+
+def _random_state() -> dict[str, Any]:
+    on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state() if on_device else None}
+
+
+def _version(trainer: pl.Trainer) -> int:
+    """Changes whenever an optimizer changes its weights or its own state in place. Waits for no device."""
+    version = 0
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            version += sum(parameter._version for parameter in group["params"])
+        for state in optimizer.state.values():
+            version += sum(value._version for value in state.values() if isinstance(value, Tensor))
+    return version
+
+
+def _persistent_buffers(module: pl.LightningModule) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
