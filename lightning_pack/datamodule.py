@@ -13,17 +13,19 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
 from lightning_pack.energon import ExactLoader, PassLoader, StreamOptions, data_fingerprint, has_split, open_pass, open_stream
+from lightning_pack.energon.fingerprint import library_fingerprint
 from lightning_pack.energon.task_encoder import task_encoder
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
-from lightning_pack.resume import NEW_RUN, STATE_VERSION, ResumeError, flat, refuse_other_settings
+from lightning_pack.restore import first_problem, problem_of
+from lightning_pack.resume import NEW_RUN, RESTART, STATE_VERSION, ResumeError, different_settings, plain_settings, topology
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -45,6 +47,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: another dataset to validate on; a single ``.jsonl`` file has no ``val`` split of its own.
         prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use.
         encoder: turns records into sources; None understands chats, prompt/completion pairs and plain text.
+        on_mismatch: what ``fit`` does with a checkpoint whose position in the data cannot be continued exactly, since a setting
+            or the data changed, or the position is missing, damaged or of another version: ``"error"`` refuses it;
+            ``"restart"`` warns, and goes on with weights, optimizer and step count while the data starts over.
 
     Raises:
         ValueError: for settings that do not fit together (at once), or data that cannot be opened (in ``setup``).
@@ -66,6 +71,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: str | Path | None = None,
         prepare: Literal["stdlib"] | None = None,
         encoder: Encoder | None = None,
+        on_mismatch: Literal["error", "restart"] = "error",
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -79,6 +85,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
+        if on_mismatch not in ("error", "restart"):
+            raise ValueError(f"on_mismatch={on_mismatch!r}: 'error' or 'restart' is needed")
         self.path = str(path)
         self.val_path = None if val_path is None else str(val_path)
         self.packing = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
@@ -89,6 +97,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.prepare = prepare
+        self.on_mismatch = on_mismatch
         self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
         self._progress: TrainingProgress | None = None
@@ -157,7 +166,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
         # A trainer that fits again goes on in the data, as its global step does; a new trainer starts at the beginning.
         goes_on = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
         fingerprint = self._settings(world_size)
-        if not goes_on or fingerprint != self._fingerprint:
+        self._open_stream = open_loader
+        changed = different_settings(self._fingerprint, fingerprint) if goes_on else []
+        if changed:
+            rank_zero_warn(
+                "the data starts over from its beginning, because it changed since the last fit:\n" + "\n".join(changed)
+            )
+        if not goes_on or changed or topology(self._fingerprint) != topology(fingerprint):
             self._stop()
             self._progress = TrainingProgress(ExactLoader(open_loader))
         self._fingerprint = fingerprint
@@ -179,16 +194,22 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _settings(self, world_size: int) -> dict[str, Any]:
         """Everything that decides which batches come, flat, under the names that people set."""
-        settings = flat({"packing": self.packing.fingerprint(), "encoder": self.encoder.fingerprint()})
-        return settings | {
-            "data": data_fingerprint(self.path),
-            "data-parallel ranks": world_size,
-            "num_workers": self.num_workers,
-            "seed": self.seed,
-            "shuffle_buffer_size": self.shuffle_buffer_size,
-            "max_samples_per_sequence": self.max_samples_per_sequence,
-            "packs_per_batch": self.packs_per_batch,
-        }
+        return (
+            plain_settings(
+                {
+                    "packing": self.packing.fingerprint(),
+                    "encoder": self.encoder.fingerprint(),
+                    "data": data_fingerprint(self.path),
+                    "data-parallel ranks": world_size,
+                    "num_workers": self.num_workers,
+                    "seed": self.seed,
+                    "shuffle_buffer_size": self.shuffle_buffer_size,
+                    "max_samples_per_sequence": self.max_samples_per_sequence,
+                    "packs_per_batch": self.packs_per_batch,
+                }
+            )
+            | library_fingerprint()
+        )
 
     def train_dataloader(self) -> ExactLoader:
         """The endless stream of this rank, from the beginning or from the checkpoint.
@@ -204,9 +225,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
                     "limit_train_batches, or a dataset of a few samples"
                 )
             if trainer.ckpt_path is not None and not self._resumed:
-                raise ResumeError(
-                    f"the checkpoint {trainer.ckpt_path!r} holds no position in the data for {type(self).__qualname__}: it was "
-                    f"saved by another datamodule. {NEW_RUN}"
+                self._refuse_or_restart(
+                    ResumeError(
+                        f"the checkpoint {str(trainer.ckpt_path)!r} holds no position in the data for "
+                        f"{type(self).__qualname__}: it was saved by another datamodule, or by a subclass of this one, which "
+                        f"keeps it under its own name. {RESTART} {NEW_RUN}"
+                    )
                 )
             module = trainer.lightning_module
             if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
@@ -274,12 +298,35 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """Go to the position in a checkpoint. Only ``fit`` does; a pass over validation data starts at its beginning.
 
         Raises:
-            ResumeError: naming each setting that differs, with both values.
+            ResumeError: naming each setting that differs, with both values; not with ``on_mismatch="restart"``.
+            StateError: naming the part of the position that is damaged; likewise.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
-        refuse_other_settings(state_dict, settings=self._fingerprint)
+        problem = first_problem(
+            problem_of(
+                state_dict,
+                settings=self._fingerprint,
+                rank=self.options.rank,
+                counts=self._progress.counts,
+                open_loader=self._open_stream,
+            )
+        )
+        if problem is not None:
+            self._refuse_or_restart(problem)
+            return
         self._progress.restore(state_dict["ranks"][self.options.rank])
+        self._resumed = True
+
+    def _refuse_or_restart(self, problem: ValueError) -> None:
+        if self.on_mismatch == "error":
+            raise problem
+        assert self._progress is not None
+        rank_zero_warn(
+            "on_mismatch='restart': THE DATA STARTS OVER from its beginning, so what was trained on comes again. Weights, "
+            f"optimizer and step count go on from the checkpoint. The reason: {problem}"
+        )
+        self._progress.restore({"loader": None, "counts": dict.fromkeys(self._progress.counts, 0), "random": None})
         self._resumed = True

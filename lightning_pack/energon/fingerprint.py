@@ -17,13 +17,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from megatron.energon.epathlib import EPath
 
 from lightning_pack.energon.dataset import _leaves
 
+#: Changes with every release of this package after which the same settings give other batches.
+STREAM_VERSION = 1
 #: Local files of so many bytes together are read in full.
 READ_IN_FULL = 256 << 20
 #: More files than this are listed in groups of neighbours.
@@ -65,9 +70,22 @@ def data_fingerprint(path: str, *, split: str = "train") -> dict[str, Any]:
     return {"split": split, "blend": _shortened(blend), "files": [_line(*each) for each in _grouped(lines)]}
 
 
-def same_files(saved: Iterable[str], now: Iterable[str]) -> bool:
-    """Whether two lists of files, as a fingerprint has them, mean the same content in the same order."""
-    return not changed_files(saved, now)
+def library_fingerprint() -> dict[str, Any]:
+    """What of the libraries decides the order of the data.
+
+    Energon's every release may deal out or shuffle samples in another way, so its version is compared. Of numpy and torch only
+    the random numbers matter; they are compared by what they are, so that an upgrade that keeps them is no change.
+    """
+    numpy_order = np.random.default_rng([1, 2, 3]).permutation(16).tolist()
+    generator = torch.Generator().manual_seed(1)
+    drawn = (torch.randperm(12, generator=generator), torch.randint(0, 1 << 20, (3,), generator=generator))
+    uniform = (torch.rand(2, generator=generator).double() * (1 << 24)).long()
+    return {
+        "lightning-pack's stream": STREAM_VERSION,
+        "megatron-energon": version("megatron-energon"),
+        "numpy's random order": " ".join(map(str, numpy_order)),
+        "torch's random order": " ".join(str(n) for part in (*drawn, uniform) for n in part.tolist()),
+    }
 
 
 def changed_files(saved: Iterable[str], now: Iterable[str]) -> list[str]:
@@ -113,8 +131,8 @@ def _size(file: EPath, name: str, path: str) -> int:
         return int(file.size())
     except OSError as e:
         raise ValueError(
-            f"the file {name!r} of the dataset {path!r} cannot be read ({type(e).__name__}: {e}): bring it back, or prepare the "
-            "dataset again without it"
+            f"the file {name!r} of the dataset {path!r} cannot be read ({type(e).__name__}: {e}): bring it back, or prepare "
+            "the dataset again without it"
         ) from e
 
 

@@ -49,7 +49,7 @@ MOST_DEPTH = 200
 #: Bytes of an array or a byte string, bytes of a tensor (a state of random numbers), characters of a string.
 MOST_BYTES = 1 << 24
 MOST_TENSOR = 1 << 16
-MOST_CHARACTERS = 1 << 12
+MOST_CHARACTERS = 1 << 20
 
 _Field = dict[str, Check]
 
