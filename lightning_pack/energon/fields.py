@@ -124,7 +124,8 @@ def numpy_random(value: Any, where: str) -> None:
 
 def python_random(value: Any, where: str) -> None:
     """The state of Python's global generator."""
-    fits = type(value) is tuple and len(value) == 3 and type(value[1]) is tuple and type(value[2]) in (float, type(None))
+    fits = type(value) is tuple and len(value) == 3 and type(value[0]) is int and type(value[1]) is tuple
+    fits = fits and type(value[2]) in (float, type(None))
     try:
         fits = fits and all(type(word) is int for word in value[1])
         random.Random(0).setstate(value if fits else ())

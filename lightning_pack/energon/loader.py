@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron.energon.savable_loader import SavableDataLoader
 
 from lightning_pack.energon.reader import PositionLostError, Reader, open_reader
+from lightning_pack.energon.validity import refused_as_damaged
 from lightning_pack.row import LeftOut, PackedBatch
 
 #: So many sources in a row without one that can be trained on end the run.
@@ -43,6 +44,8 @@ class ExactLoader:
         #: Where a reader that is opened now starts: a plain state, or None for the beginning.
         self._origin: Any = None
         self._error: Exception | None = None
+        #: Batches to come before every worker has restored its part of the origin.
+        self._restoring = 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for fetched in list(self._untrained):
@@ -95,7 +98,11 @@ class ExactLoader:
         if self._reader is None:
             if isinstance(self._origin, PositionLostError):
                 raise self._origin
-            self._reader = open_reader(self._open_loader(), origin=self._origin)
+            loader = self._open_loader()
+            # Each worker reads its buffer again before its first batch.
+            self._restoring = 0 if self._origin is None else max(loader.num_workers, 1)
+            with refused_as_damaged(restoring=self._restoring > 0):
+                self._reader = open_reader(loader, origin=self._origin)
             self._reached = self._reader.position()
         before, left_out = self._reached, list[LeftOut]()
         while True:
@@ -119,7 +126,10 @@ class ExactLoader:
             # Energon's loader would end silently, or go on from the middle of a batch.
             raise RuntimeError("the loader has failed before and cannot go on: start again from a checkpoint") from self._error
         try:
-            return reader.read()
+            with refused_as_damaged(restoring=self._restoring > 0):
+                batch = reader.read()
+            self._restoring = max(self._restoring - 1, 0)
+            return batch
         except Exception as e:
             self._error = e
             if isinstance(e, StopIteration):

@@ -7,7 +7,9 @@ main process, before any worker starts.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.energon.flavors.base_dataset import SavableDataset
@@ -65,6 +67,22 @@ def refuse_impossible(position: Any, loader: SavableDataLoader[Any], *, where: s
             raise damaged(place, f"{shown(saved)} is no state of a worker")
         elif saved.state is not None:
             _dataset(loader.dataset.dataset, saved.state.dataset_state, place, worker)
+
+
+@contextlib.contextmanager
+def refused_as_damaged(*, restoring: bool) -> Iterator[None]:
+    """What Energon raises while it reads the samples of a saved buffer again, as an error that says so.
+
+    Raises:
+        StateError: for an assertion, or a value that was not found, while ``restoring``.
+    """
+    try:
+        yield
+    except (AssertionError, LookupError, TypeError, AttributeError) as e:
+        if not restoring or "empty dataset" in str(e):
+            raise
+        last = str(e).strip().splitlines()[-1:] or ["no reason is given"]
+        raise damaged("loader", f"the samples that it names cannot be read again ({last[0][:300]})") from e
 
 
 def _dataset(dataset: SavableDataset[Any], state: Any, where: str, worker: int) -> None:
