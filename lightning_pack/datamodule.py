@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from transformers import PreTrainedTokenizerBase
 
@@ -25,14 +25,15 @@ from lightning_pack.energon import (
     Workers,
     data_fingerprint,
     has_split,
-    redistribute,
     refuse_endless,
 )
+from lightning_pack.energon.fingerprint import library_fingerprint
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import SearchLoader, TrainingProgress
-from lightning_pack.resume import NEW_RUN, STATE_VERSION, ResumeError, flat, refuse_other_settings
+from lightning_pack.restore import first_problem, of_rank, problem_of
+from lightning_pack.resume import NEW_RUN, RESTART, STATE_VERSION, ResumeError, different_settings, plain_settings, topology
 from lightning_pack.rewind import SaveRefusedError
 
 
@@ -61,6 +62,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
         on_damaged: what happens to a sample that cannot be read: ``"error"`` names it and ends the run, ``"skip"`` leaves it
             out and counts it as ``damaged``.
         worker_timeout: seconds in which a loader worker must read at least one more sample, else it counts as hung.
+        on_mismatch: what ``fit`` does with a checkpoint whose position in the data cannot be continued exactly, since a setting
+            or the data changed, or the position is missing, damaged or of another version: ``"error"`` refuses it;
+            ``"restart"`` warns, and goes on with weights, optimizer and step count while the data starts over.
 
     Raises:
         ValueError: for settings that do not fit together (at once), or data that cannot be opened (in ``setup``).
@@ -85,6 +89,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         epochs: int | None = None,
         on_damaged: OnDamaged = "error",
         worker_timeout: float = 300.0,
+        on_mismatch: Literal["error", "restart"] = "error",
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -99,6 +104,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
+        if on_mismatch not in ("error", "restart"):
+            raise ValueError(f"on_mismatch={on_mismatch!r}: 'error' or 'restart' is needed")
         self.path = str(path)
         self.val_path = None if val_path is None else str(val_path)
         self.packing = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
@@ -116,6 +123,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.epochs = epochs
         self.on_damaged: OnDamaged = on_damaged
         self.worker_timeout = worker_timeout
+        self.on_mismatch = on_mismatch
         self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
         self._progress: TrainingProgress | None = None
@@ -183,7 +191,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self.epochs is not None:
             refuse_endless(self.path, "train")
         fingerprint = self._settings()
-        if not goes_on or fingerprint != self._fingerprint:
+        changed = different_settings(self._fingerprint, fingerprint) if goes_on else []
+        if changed:
+            rank_zero_warn(
+                "the data starts over from its beginning, because it changed since the last fit:\n" + "\n".join(changed)
+            )
+        if not goes_on or changed or topology(self._fingerprint) != topology(fingerprint):
             self._stop()
             loader = ExactLoader(self.options, workers=self._workers, epochs=self.epochs, everyone=Agreement().everyone)
             self._progress = TrainingProgress(loader)
@@ -210,17 +223,23 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _settings(self) -> dict[str, Any]:
         """Everything that decides which batches come, flat, under the names that people set."""
-        settings = flat({"packing": self.packing.fingerprint(), "encoder": self.encoder.fingerprint()})
-        return settings | {
-            "data": data_fingerprint(self.path),
-            "data-parallel ranks": self.ranks,
-            "num_workers": self.num_workers,
-            "seed": self.seed,
-            "shuffle_buffer_size": self.shuffle_buffer_size,
-            "max_samples_per_sequence": self.max_samples_per_sequence,
-            "packs_per_batch": self.packs_per_batch,
-            "epochs": self.epochs,
-        }
+        return (
+            plain_settings(
+                {
+                    "packing": self.packing.fingerprint(),
+                    "encoder": self.encoder.fingerprint(),
+                    "data": data_fingerprint(self.path),
+                    "data-parallel ranks": self.ranks,
+                    "num_workers": self.num_workers,
+                    "seed": self.seed,
+                    "shuffle_buffer_size": self.shuffle_buffer_size,
+                    "max_samples_per_sequence": self.max_samples_per_sequence,
+                    "packs_per_batch": self.packs_per_batch,
+                    "epochs": self.epochs,
+                }
+            )
+            | library_fingerprint()
+        )
 
     def train_dataloader(self) -> ExactLoader:
         """The endless stream of this rank, from the beginning or from the checkpoint.
@@ -241,9 +260,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
                     "ends it early: set one of the two"
                 )
             if trainer.ckpt_path is not None and not self._resumed:
-                raise ResumeError(
-                    f"the checkpoint {trainer.ckpt_path!r} holds no position in the data for {type(self).__qualname__}: it was "
-                    f"saved by another datamodule. {NEW_RUN}"
+                self._refuse_or_restart(
+                    ResumeError(
+                        f"the checkpoint {str(trainer.ckpt_path)!r} holds no position in the data for "
+                        f"{type(self).__qualname__}: it was saved by another datamodule, or by a subclass of this one, which "
+                        f"keeps it under its own name. {RESTART} {NEW_RUN}"
+                    )
                 )
             module = trainer.lightning_module
             if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
@@ -328,22 +350,37 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """Go to the position in a checkpoint. Only ``fit`` does; a pass over validation data starts at its beginning.
 
         Raises:
-            ResumeError: naming each setting that differs, with both values.
+            ResumeError: naming each setting that differs, with both values; not with ``on_mismatch="restart"``.
+            StateError: naming the part of the position that is damaged; likewise.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
-        refuse_other_settings(state_dict, settings=self._fingerprint)
-        self._progress.restore(_of_rank(state_dict["ranks"], rank=self.rank, ranks=self.ranks))
+        problem = first_problem(
+            problem_of(
+                state_dict,
+                settings=self._fingerprint,
+                rank=self.rank,
+                counts=self._progress.counts,
+                options=self.options,
+                workers=self._workers,
+                epochs=self.epochs,
+            )
+        )
+        if problem is not None:
+            self._refuse_or_restart(problem)
+            return
+        self._progress.restore(of_rank(state_dict["ranks"], rank=self.rank, ranks=self.ranks))
         self._resumed = True
 
-
-def _of_rank(states: list[dict[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-    """The state for one rank, from those of all ranks of a run that had as many logical workers on perhaps other ranks."""
-    if len(states) == ranks:
-        return states[rank]
-    loader = redistribute([state["loader"] for state in states], rank=rank, ranks=ranks)
-    # The counts are of the whole run, so they stay whole on one rank.
-    counts = {name: sum(state["counts"][name] for state in states) if rank == 0 else 0 for name in states[0]["counts"]}
-    return {"loader": loader, "counts": counts, "random": states[rank]["random"] if rank < len(states) else None}
+    def _refuse_or_restart(self, problem: ValueError) -> None:
+        if self.on_mismatch == "error":
+            raise problem
+        assert self._progress is not None
+        rank_zero_warn(
+            "on_mismatch='restart': THE DATA STARTS OVER from its beginning, so what was trained on comes again. Weights, "
+            f"optimizer and step count go on from the checkpoint. The reason: {problem}"
+        )
+        self._progress.start_over()
+        self._resumed = True

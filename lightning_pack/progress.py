@@ -262,6 +262,12 @@ class TrainingProgress(RewindingCallback):
             self.loader.stop()
         raise SaveRefusedError(why)
 
+    def start_over(self) -> None:
+        """Go to the beginning of the data; whatever else a checkpoint restores goes on."""
+        self.loader.restore(None)
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._random = self._restored = self._window = self._boundary = self._cut = None
+
     def restore(self, state: dict[str, Any]) -> None:
         """Go to a state of :meth:`state`.
 

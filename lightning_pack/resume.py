@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any, Literal
+
+import torch
+
+from lightning_pack.energon.fields import count, damaged, number, shown, torch_random
+from lightning_pack.energon.fingerprint import changed_files
+from lightning_pack.energon.state import from_plain
 
 #: Version of the datamodule's state in a checkpoint.
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 NEW_RUN = "Or start a new run; LightningModule.load_from_checkpoint gives it the weights."
+RESTART = "on_mismatch='restart' keeps weights and optimizer and starts the data over."
+_RANKS, _WORKERS, _FILES = "data-parallel ranks", "num_workers", "data.files"
+_MOST_FILES_NAMED = 8
+_MOST_SHOWN, _MOST_LINES = 120, 60
 
 
 class ResumeError(ValueError):
@@ -28,25 +40,206 @@ def flat(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def refuse_other_settings(state: Mapping[str, Any], *, settings: Mapping[str, Any]) -> None:
-    """Compare the settings of a checkpoint's state with those of this run.
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as a checkpoint keeps them: :func:`flat`, of plain values only, none of them shared with anyone.
 
     Raises:
-        ResumeError: naming each setting that differs, with both values.
+        ValueError: naming the setting that is no plain value.
     """
-    if state.get("version") != STATE_VERSION:
+    return {name: _copied(value, name) for name, value in flat(settings).items()}
+
+
+def _copied(value: Any, name: str) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, name) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, name) for key, item in value.items()}
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    raise ValueError(
+        f"the setting {name} is {shown(value)} ({type(value).__name__}), which a checkpoint cannot hold: a fingerprint() must "
+        "consist of dicts, lists, numbers and strings"
+    )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a stream is spread: data-parallel ranks, and loader workers of each."""
+
+    ranks: int
+    workers: int
+
+    @property
+    def streams(self) -> int:
+        """Parts that the data is dealt out to; a rank without workers reads one part itself."""
+        return self.ranks * max(self.workers, 1)
+
+    def legal(self) -> list[str]:
+        """Every topology of as many streams, in words."""
+        small = [n for n in range(1, isqrt(self.streams) + 1) if self.streams % n == 0]
+        return [
+            f"{_many(ranks, 'rank')} x {_many(self.streams // ranks, 'worker')}" + (" or 0" if ranks == self.streams else "")
+            for ranks in sorted({*small, *(self.streams // n for n in small)})
+        ]
+
+
+def _many(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def refuse_other_topology(saved: Topology, now: Topology) -> Literal["same", "redistribute"]:
+    """Whether a position of one topology holds for another, and how.
+
+    Returns:
+        ``"same"``, or ``"redistribute"`` where ranks or workers differ and their product does not: the parts of the data are
+        the same and only change hands.
+
+    Raises:
+        ResumeError: for another product, with both topologies and the legal choices.
+    """
+    if saved == now:
+        return "same"
+    if saved.streams == now.streams:
+        return "redistribute"
+    legal = saved.legal()
+    listed = ", ".join(legal) if len(legal) <= 24 else ", ".join([*legal[:12], "...", *legal[-12:]])
+    raise ResumeError(
+        "\n".join(_topology_lines(saved, now))
+        + f"\n  (the data was dealt out to {_many(saved.streams, 'stream')} and would be to {now.streams}; legal: {listed})"
+    )
+
+
+def refuse_redistribution(saved: Topology, now: Topology) -> None:
+    """Refuse what :func:`refuse_other_topology` calls ``"redistribute"``.
+
+    Raises:
+        ResumeError: always.
+    """
+    reason = "  (passes over the data end at another row on other ranks; only an endless stream can be spread anew)"
+    raise _refusal([*_topology_lines(saved, now), reason])
+
+
+def _topology_lines(saved: Topology, now: Topology) -> list[str]:
+    pairs = ((_RANKS, saved.ranks, now.ranks), (_WORKERS, saved.workers, now.workers))
+    return [f"  {name}: {old} in the checkpoint, {new} now" for name, old, new in pairs if old != new]
+
+
+def topology(settings: Mapping[str, Any]) -> Topology:
+    """The topology that settings name."""
+    for name, least, most in ((_RANKS, 1, 100_000), (_WORKERS, 0, 1000)):
+        number(least, most)(settings.get(name), f"settings.{name}")
+    return Topology(settings[_RANKS], settings[_WORKERS])
+
+
+def different_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that differs, and for each file of the data; ranks and workers are not compared here."""
+    lines = []
+    for name in {**saved, **now}:
+        old, new = saved.get(name, "not set"), now.get(name, "not set")
+        if name in (_RANKS, _WORKERS) or old == new:
+            continue
+        if name == _FILES and all(type(files) is list and all(type(f) is str for f in files) for files in (old, new)):
+            files = changed_files(old, new)
+            lines += [f"  data: {line}" for line in files[:_MOST_FILES_NAMED]]
+            if len(files) > _MOST_FILES_NAMED:
+                lines.append(f"  data: and {len(files) - _MOST_FILES_NAMED} more files")
+        else:
+            lines.append("  {}: {} in the checkpoint, {} now".format(name[:_MOST_SHOWN], *_apart(repr(old), repr(new))))
+    return lines
+
+
+def _apart(old: str, new: str) -> tuple[str, str]:
+    """Two texts, long ones cut to where they begin to differ."""
+    if max(len(old), len(new)) <= _MOST_SHOWN:
+        return old, new
+    same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    start = max(same - _MOST_SHOWN // 4, 0)
+    cut = ((text, text[start : start + _MOST_SHOWN]) for text in (old, new))
+    first, second = (
+        f"{'...' if start else ''}{part}{'...' if start + len(part) < len(text) else ''} ({len(text)} characters)"
+        for text, part in cut
+    )
+    return first, second
+
+
+def _refusal(lines: list[str]) -> ResumeError:
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more"]
+    listed = "\n".join(lines)
+    return ResumeError(
+        "the run cannot continue exactly, because these settings decide which batches come:\n"
+        f"{listed}\nSet them back to resume. {RESTART} {NEW_RUN}"
+    )
+
+
+def _saved_settings(settings: Any) -> dict[str, Any]:
+    found = from_plain(settings, where="settings")
+    if type(found) is not dict or any(type(name) is not str for name in found):
+        raise damaged("settings", "they should have names")
+    try:
+        return plain_settings(found)
+    except ValueError as e:
+        raise damaged("settings", str(e)) from e
+
+
+def refuse_other_settings(state: Any, *, settings: Mapping[str, Any]) -> Literal["same", "redistribute"]:
+    """Compare the settings of a checkpoint's state with those of this run.
+
+    Returns:
+        The verdict of :func:`refuse_other_topology`.
+
+    Raises:
+        ResumeError: naming each setting that differs, with both values; or for a state of another version.
+        StateError: if the state is not one that this package writes.
+    """
+    found = state.get("version") if type(state) is dict else None
+    if type(found) is not int or found != STATE_VERSION:
         raise ResumeError(
-            f"the checkpoint's data position has version {state.get('version')}, this package reads version {STATE_VERSION}"
+            f"the checkpoint's data position has version {shown(found)}, this package reads version {STATE_VERSION}: resume "
+            f"with the release that wrote it. {RESTART} {NEW_RUN}"
         )
-    saved = state["settings"]
-    different = [
-        f"  {name}: {saved.get(name, 'not set')!r} in the checkpoint, {settings.get(name, 'not set')!r} now"
-        for name in {**saved, **settings}
-        if saved.get(name) != settings.get(name)
-    ]
-    if different:
-        raise ResumeError(
-            "the run cannot continue exactly, because these settings decide which batches come:\n"
-            + "\n".join(different)
-            + f"\nSet them back to resume. {NEW_RUN}"
-        )
+    if set(state) != {"version", "settings", "ranks"} or type(state["settings"]) is not dict:
+        raise damaged("its outermost part", "it should hold version, settings and ranks")
+    saved = _saved_settings(state["settings"])
+    before, now = topology(saved), topology(settings)
+    if type(state["ranks"]) is not list or len(state["ranks"]) != before.ranks:
+        raise damaged("ranks", f"it should hold a list of {before.ranks}")
+    lines = different_settings(saved, settings)
+    verdict: Literal["same", "redistribute"] = "same"
+    try:
+        verdict = refuse_other_topology(before, now)
+    except ResumeError as e:
+        lines.append(str(e))
+    if lines:
+        raise _refusal(lines)
+    return verdict
+
+
+def refuse_damaged_rank(saved: Any, *, counts: Collection[str], where: str) -> None:
+    """Check what a rank saved beside the loader's position.
+
+    Args:
+        saved: an entry of the state's ``ranks``.
+        counts: names of the counts.
+        where: what the errors call the entry.
+
+    Raises:
+        StateError: if it is not one that this package writes.
+    """
+    for value, names, place in (
+        (saved, {"loader", "counts", "random", "point"}, where),
+        (saved.get("counts") if type(saved) is dict else None, set(counts), f"{where}.counts"),
+    ):
+        if type(value) is not dict or set(value) != names:
+            raise damaged(place, f"it should hold {', '.join(sorted(names))}")
+    for name, value in saved["counts"].items():
+        count(value, f"{where}.counts.{name}")
+    drawn = saved["random"]
+    if drawn is None:
+        return
+    if type(drawn) is not dict or set(drawn) != {"cpu", "device"}:
+        raise damaged(f"{where}.random", "it should hold cpu and device")
+    torch_random(from_plain(drawn["cpu"], where=f"{where}.random.cpu"), f"{where}.random.cpu")
+    device = from_plain(drawn["device"], where=f"{where}.random.device")
+    if device is not None and (type(device) is not torch.Tensor or device.shape != (16,)):
+        raise damaged(f"{where}.random.device", "this is no state of a device's random numbers")

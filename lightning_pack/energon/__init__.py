@@ -1,6 +1,7 @@
 """Megatron-Energon: the task encoder whose hooks call the policy, and loaders that know what was trained on."""
 
-from lightning_pack.energon.dataset import StreamOptions, data_fingerprint, has_split, refuse_endless
+from lightning_pack.energon.dataset import StreamOptions, has_split, refuse_endless
+from lightning_pack.energon.fingerprint import data_fingerprint
 from lightning_pack.energon.loader import ExactLoader, redistribute
 from lightning_pack.energon.passes import PassLoader
 from lightning_pack.energon.reader import Workers

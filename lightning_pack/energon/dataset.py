@@ -1,14 +1,12 @@
-"""Opening Energon datasets and metadatasets, as an endless stream or as one pass, and recognising them by content."""
+"""Opening Energon datasets and metadatasets, as an endless stream or as one pass."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.energon import WorkerConfig, get_train_dataset, get_val_dataset
@@ -152,8 +150,10 @@ def refuse_endless(path: str, split: str) -> None:
         )
 
 
-def _leaves(path: str, split: str) -> list[Any]:
-    return list(_load(path, split).datasets)
+def _leaves(path: str, split: str) -> tuple[list[Any], str]:
+    """The datasets that a path leads to, and how they are mixed."""
+    found = _load(path, split)
+    return list(found.datasets), str(found.blend_mode)
 
 
 def _load(path: str, split: str) -> Any:
@@ -177,47 +177,8 @@ def has_split(path: str, split: str) -> bool:
     if path.endswith(".jsonl"):
         return split == "train"
     try:
-        return sum(len(leaf.dataset) for leaf in _leaves(path, split)) > 0
+        return sum(len(leaf.dataset) for leaf in _leaves(path, split)[0]) > 0
     except ValueError as e:
-        if isinstance(e.__cause__, EmptyDatasetError | KeyError | AssertionError) and _leaves(path, "train"):
+        if isinstance(e.__cause__, EmptyDatasetError | KeyError | AssertionError) and _leaves(path, "train")[0]:
             return False
         raise
-
-
-def data_fingerprint(path: str, *, split: str = "train") -> str:
-    """The data by content, wherever it lies: shards, sizes, counts, blend, and the head and tail of every file.
-
-    A change of equal size in the middle of a large shard is not seen (64 KiB at both ends of a file are read).
-    """
-    digest = hashlib.sha256()
-    samples = files = 0
-    for leaf in _leaves(path, split):
-        samples += len(leaf.dataset)
-        digest.update(json.dumps([leaf.weight, leaf.repetitions, _without_paths(leaf.dataset.config())], default=str).encode())
-        for file in _files(leaf.dataset):
-            files += 1
-            size = file.size()
-            digest.update(str(size).encode())
-            with file.open("rb") as f:
-                digest.update(f.read(1 << 16))
-                if size > 1 << 16:
-                    f.seek(max(size - (1 << 16), 1 << 16))
-                    digest.update(f.read(1 << 16))
-    return f"{samples} samples in {files} files, sha256 {digest.hexdigest()[:16]}"
-
-
-def _files(dataset: Any) -> list[Any]:
-    if hasattr(dataset, "shards"):
-        return [shard.path for shard in dataset.shards]
-    if hasattr(dataset, "inner_datasets"):
-        return [file for inner in dataset.inner_datasets for file in _files(inner)]
-    return [path for path in dataset.paths if Path(str(path)).is_file()]
-
-
-def _without_paths(config: Any) -> Any:
-    # Energon marks settings that may change, such as folders, by a leading underscore.
-    if isinstance(config, dict):
-        return {name: _without_paths(value) for name, value in config.items() if not str(name).startswith("_")}
-    if isinstance(config, list | tuple):
-        return [_without_paths(value) for value in config]
-    return config

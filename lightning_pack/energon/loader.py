@@ -138,10 +138,11 @@ class ExactLoader:
         """Where training stands after the last complete step, as plain containers."""
         return self._committed.plain()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a state of :meth:`state`; rows that were fetched and not trained are forgotten."""
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go to a state of :meth:`state`, or to the beginning; rows that were fetched and not trained are forgotten."""
         self._close()
-        self._reached = self._counted = self._committed = Standing.of(state)
+        standing = Standing(0, self._workers.beginning) if state is None else Standing.of(state)
+        self._reached = self._counted = self._committed = standing
 
     def stop(self) -> None:
         """End the workers. The state stays; iterating again goes on with the first row that is not counted as trained."""

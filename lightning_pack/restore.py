@@ -1,0 +1,81 @@
+"""Whether and where this run goes on from a checkpoint's position, decided by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from lightning_pack.energon import StreamOptions, Workers, redistribute
+from lightning_pack.energon.fields import StateError, damaged, shown
+from lightning_pack.energon.validity import refuse_impossible
+from lightning_pack.resume import ResumeError, refuse_damaged_rank, refuse_other_settings, refuse_redistribution, topology
+from lightning_pack.rewind import ResumePoint
+
+
+def problem_of(
+    state: Any,
+    *,
+    settings: Mapping[str, Any],
+    rank: int,
+    counts: Collection[str],
+    options: StreamOptions,
+    workers: Workers,
+    epochs: int | None,
+) -> ValueError | None:
+    """Why a rank cannot go on from a checkpoint's state, or None if it can.
+
+    Args:
+        state: the datamodule's state, or whatever else the checkpoint holds in its place.
+        settings: those of this run.
+        rank: data-parallel rank.
+        counts: names of what a rank counts.
+        options: of the stream.
+        workers: those of this rank.
+        epochs: passes over the data; None is an endless stream.
+    """
+    try:
+        now = topology(settings)
+        if refuse_other_settings(state, settings=settings) == "redistribute" and epochs is not None:
+            refuse_redistribution(topology(state["settings"]), now)
+        for number, saved in enumerate(state["ranks"]):
+            refuse_damaged_rank(saved, counts=counts, where=f"ranks[{number}]")
+        try:
+            mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
+            if mine["point"] is not None:
+                ResumePoint.from_plain(mine["point"])
+        except (TypeError, LookupError, ValueError) as e:
+            raise damaged("ranks", f"what they hold does not fit together ({shown(str(e), 200)})") from e
+        refuse_impossible(mine["loader"], options=options, workers=workers, epochs=epochs, where=f"ranks[{rank}].loader")
+    except (ResumeError, StateError) as e:
+        return e
+    return None
+
+
+def first_problem(mine: ValueError | None) -> ValueError | None:
+    """This rank's problem, or that of another: they refuse or start over together. Collective, where there are ranks."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return mine
+    everyone: list[ValueError | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return mine or next((problem for problem in everyone if problem is not None), None)
+
+
+def of_rank(states: list[dict[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """The state for one rank, from those of all ranks of a run that dealt out its workers to perhaps other ranks.
+
+    The rows go on exactly, the place in Lightning's loops is converted to the new number of batches per rank, and the counts,
+    which are of the whole run, stay whole on one rank. Random numbers of a model go on only where the rank has had some before.
+    """
+    if len(states) == ranks:
+        return states[rank]
+    loader = redistribute([state["loader"] for state in states], rank=rank, ranks=ranks)
+    counts = {name: sum(state["counts"][name] for state in states) if rank == 0 else 0 for name in states[0]["counts"]}
+    random = states[rank]["random"] if rank < len(states) else None
+    point = states[0]["point"]
+    if point is not None:
+        point = {
+            name: value * len(states) // ranks if name in ("batch", "total_batches") else value for name, value in point.items()
+        }
+    return {"loader": loader, "counts": counts, "random": random, "point": point}
