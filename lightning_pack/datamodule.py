@@ -19,7 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
 from lightning_pack.energon import ExactLoader, PassLoader, StreamOptions, data_fingerprint, has_split, open_pass, open_stream
+from lightning_pack.energon.outage import StorageRetry
+from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.energon.task_encoder import task_encoder
+from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
@@ -33,7 +36,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
     the split ``val`` from its beginning every time. Batches are :class:`~lightning_pack.PackedBatch`.
 
     Args:
-        path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
+        path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an
+            object store, where ``PROFILE`` is one of the multi-storage client's configuration.
         tokenizer: folder of a tokenizer, or a tokenizer; None takes the folder ``tokenizer`` inside ``path``.
         packing: the packing rules. ``packing.multiple`` is raised to what ``parallel`` asks for.
         num_workers: loader processes per rank; 0 loads in the main process.
@@ -45,6 +49,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: another dataset to validate on; a single ``.jsonl`` file has no ``val`` split of its own.
         prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use.
         encoder: turns records into sources; None understands chats, prompt/completion pairs and plain text.
+        storage_retry: how long an object store may be away before the run ends. It holds for the whole process, so that of the
+            datamodule that was set up last.
 
     Raises:
         ValueError: for settings that do not fit together (at once), or data that cannot be opened (in ``setup``).
@@ -66,6 +72,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: str | Path | None = None,
         prepare: Literal["stdlib"] | None = None,
         encoder: Encoder | None = None,
+        storage_retry: StorageRetry = StorageRetry(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -79,8 +86,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
-        self.path = str(path)
-        self.val_path = None if val_path is None else str(val_path)
+        self.path = location(path)
+        self.val_path = None if val_path is None else location(val_path)
         self.packing = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
@@ -89,7 +96,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.prepare = prepare
-        self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
+        self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
+        self.storage_retry = storage_retry
         self._encoder = encoder
         self._progress: TrainingProgress | None = None
         self._fitted_by: pl.Trainer | None = None
@@ -106,7 +114,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self._encoder is not None:
             return self._encoder.tokenizer  # type: ignore[attr-defined]
         if not isinstance(self._tokenizer_from, PreTrainedTokenizerBase):
-            self._tokenizer_from = load_tokenizer(self._tokenizer_from)
+            set_retry(self.storage_retry)
+            self._tokenizer_from = load_tokenizer(local_folder(self._tokenizer_from))
         return self._tokenizer_from
 
     @property
@@ -121,12 +130,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self.prepare == "stdlib":
             from lightning_pack.prepare import prepare_stdlib, prepared
 
-            if prepared(Path(self.path)) is None:
+            set_retry(self.storage_retry)
+            if prepared(self.path) is None:
                 rank_zero_info(f"Preparing the documentation of this Python as a dataset in {self.path} (once, some seconds)")
-                prepare_stdlib(Path(self.path))
+                prepare_stdlib(self.path)
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        set_retry(self.storage_retry)
         for path in (self.path, self.val_path):
             if path is not None and "://" not in path and not Path(path).exists():
                 raise ValueError(

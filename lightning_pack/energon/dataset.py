@@ -8,7 +8,6 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDataset
 from megatron.energon.metadataset import load_dataset
 from megatron.energon.savable_loader import BasicDataLoader, SavableDataLoader
 
-from lightning_pack.energon import reader
+from lightning_pack.energon import reader, storage
 from lightning_pack.energon.task_encoder import PackTaskEncoder
 
 
@@ -27,7 +26,7 @@ class StreamOptions:
     """What Energon needs to know to open a dataset for one data-parallel rank.
 
     Args:
-        path: dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
+        path: dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an object store.
         rank: data-parallel rank.
         world_size: number of data-parallel ranks.
         num_workers: loader processes of this rank; 0 loads in the main process.
@@ -176,11 +175,10 @@ def data_fingerprint(path: str, *, split: str = "train") -> str:
             files += 1
             size = file.size()
             digest.update(str(size).encode())
-            with file.open("rb") as f:
-                digest.update(f.read(1 << 16))
-                if size > 1 << 16:
-                    f.seek(max(size - (1 << 16), 1 << 16))
-                    digest.update(f.read(1 << 16))
+            head = min(size, 1 << 16)
+            digest.update(storage.read_range(file, offset=0, size=head))
+            tail = min(size - head, 1 << 16)
+            digest.update(storage.read_range(file, offset=size - tail, size=tail))
     return f"{samples} samples in {files} files, sha256 {digest.hexdigest()[:16]}"
 
 
@@ -189,7 +187,7 @@ def _files(dataset: Any) -> list[Any]:
         return [shard.path for shard in dataset.shards]
     if hasattr(dataset, "inner_datasets"):
         return [file for inner in dataset.inner_datasets for file in _files(inner)]
-    return [path for path in dataset.paths if Path(str(path)).is_file()]
+    return [path for path in dataset.paths if path.is_file()]
 
 
 def _without_paths(config: Any) -> Any:
