@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 BUCKET = "data"
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -28,8 +29,8 @@ def free_port() -> int:
 class Proxy:
     """Forwards connections to a port of this machine, until it is told to fail.
 
-    ``"refused"`` accepts no connection, ``"unavailable"``, ``"broken"`` and ``"denied"`` answer with a status, ``"silent"`` never
-    answers, ``"cut"`` breaks an answer off. What was open is closed when the mode changes.
+    ``"refused"`` accepts no connection, ``"unavailable"``, ``"broken"`` and ``"denied"`` answer with a status, ``"silent"``
+    never answers, ``"cut"`` breaks an answer off. What was open is closed when the mode changes.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -115,8 +116,9 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + 60
         while True:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError(f"moto's server does not start: {self.log.read_text()}")
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
                 connection.sendall(f"PUT /{BUCKET} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n".encode())
                 if b" 200 " in connection.recv(1 << 16):
@@ -128,18 +130,17 @@ class Server:
         self.process.wait()
 
 
-def write_configuration(file: Path, ports: dict[str, int]) -> Path:
-    """A configuration of the multi-storage client with a profile for every port."""
-    profiles = {
-        name: {
-            "storage_provider": {
-                "type": "s3",
-                "options": {"base_path": "", "region_name": "us-east-1", "endpoint_url": f"http://127.0.0.1:{port}"},
-            },
+def write_configuration(file: Path, ports: dict[str, int], *, timeouts: dict[str, float]) -> Path:
+    """A configuration of the multi-storage client with a profile for every port, some with a read timeout of their own."""
+    profiles: dict[str, Any] = {}
+    for name, port in ports.items():
+        options: dict[str, Any] = {"base_path": "", "region_name": "us-east-1", "endpoint_url": f"http://127.0.0.1:{port}"}
+        if name in timeouts:
+            options["read_timeout"] = timeouts[name]
+        profiles[name] = {
+            "storage_provider": {"type": "s3", "options": options},
             "credentials_provider": {"type": "S3Credentials", "options": {"access_key": "test", "secret_key": "test"}},
         }
-        for name, port in ports.items()
-    }
     # JSON is YAML.
     file.write_text(json.dumps({"profiles": profiles}))
     return file

@@ -182,6 +182,8 @@ class RangeFile(io.RawIOBase):
         """As many bytes as are asked for, or all to the end."""
         rest = max(self._size - self._position, 0)
         size = rest if size is None or size < 0 else min(size, rest)
+        if not size:
+            return b""
         at = self._position - self._start
         if not 0 <= at <= at + size <= len(self._held):
             self._fetch(size)

@@ -31,8 +31,8 @@ from lightning_pack.prepare.result import (
 
 #: Object that only an unfinished dataset holds: who began it.
 UNFINISHED = "lightning_pack.unfinished.json"
-#: Energon's mark of a dataset.
-_INDEX = ".nv-meta/.info.json"
+#: What Energon knows a dataset by: its index, and in that before all else this.
+_INDEX, _INFO = ".nv-meta/", ".nv-meta/.info.json"
 
 
 def prepare_remotely(
@@ -92,15 +92,18 @@ def _refuse(target: EPath, *, overwrite: bool) -> set[str]:
 def _upload(folder: Path, target: EPath, found: set[str], *, progress: bool) -> None:
     dataset = folder / "dataset"
     files = {str(file.relative_to(dataset)): file for file in dataset.rglob("*") if file.is_file()}
-    last = [_INDEX, MARKER]
     (folder / UNFINISHED).write_text(json.dumps({"format": FORMAT, "host": platform.node(), "pid": os.getpid()}) + "\n")
     EPath(folder / UNFINISHED).copy(target / UNFINISHED)
-    for name in [*reversed(last), *sorted(found - set(last) - {UNFINISHED})]:
-        if name in found:
-            (target / name).unlink()
+    for name in sorted(found - {UNFINISHED}, key=_late, reverse=True):
+        (target / name).unlink()
     size = sum(file.stat().st_size for file in files.values())
     with progress_bar(f"uploading to {target}", total=size, shown=progress) as advance:
-        for name in [*sorted(files.keys() - set(last)), *last]:
+        for name in sorted(files, key=_late):
             EPath(files[name]).copy(target / name)
             advance(files[name].stat().st_size)
     (target / UNFINISHED).unlink()
+
+
+def _late(name: str) -> tuple[int, str]:
+    """In this order a dataset becomes visible at the end of an upload; in the opposite one it goes away at once."""
+    return (name.startswith(_INDEX) + (name == _INFO) + 3 * (name == MARKER), name)
