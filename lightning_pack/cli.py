@@ -107,7 +107,7 @@ def _prepare(args: list[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("source", help="'stdlib' for the documentation of this Python, or a file with one JSON object a line")
-    parser.add_argument("out", type=Path, help="folder of the dataset")
+    parser.add_argument("out", help="folder of the dataset; msc://PROFILE/... for one in an object store")
     parser.add_argument("--val-fraction", type=float, metavar="F", help="share of the records for validation (default: 0.05)")
     parser.add_argument("--shards", type=int, metavar="N", help="training shards, at most (default: 8)")
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was prepared with other settings")
@@ -115,7 +115,7 @@ def _prepare(args: list[str]) -> None:
     stdlib = parser.add_argument_group("with 'stdlib'")
     stdlib.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the tokenizer that is trained (default: 4096)")
     jsonl = parser.add_argument_group("with a file")
-    jsonl.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer (required)")
+    jsonl.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (required)")
     jsonl.add_argument(
         "--on-bad-line",
         choices=("error", "skip"),

@@ -28,7 +28,10 @@ from lightning_pack.energon import (
     refuse_endless,
 )
 from lightning_pack.energon.fingerprint import library_fingerprint
+from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
+from lightning_pack.energon.storage import local_folder, set_retry
+from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import SearchLoader, TrainingProgress
@@ -45,7 +48,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
     :class:`~lightning_pack.PackedBatch`.
 
     Args:
-        path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
+        path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an
+            object store, where ``PROFILE`` is one of the multi-storage client's configuration.
         tokenizer: folder of a tokenizer, or a tokenizer; None takes the folder ``tokenizer`` inside ``path``.
         packing: the packing rules. ``packing.multiple`` is raised to what ``parallel`` asks for.
         num_workers: loader processes per rank; 0 loads in the main process.
@@ -65,6 +69,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         on_mismatch: what ``fit`` does with a checkpoint whose position in the data cannot be continued exactly, since a setting
             or the data changed, or the position is missing, damaged or of another version: ``"error"`` refuses it;
             ``"restart"`` warns, and goes on with weights, optimizer and step count while the data starts over.
+        storage_retry: how long an object store may be away before the run ends. It holds for the whole process, so that of the
+            datamodule that was set up last.
 
     Raises:
         ValueError: for settings that do not fit together (at once), or data that cannot be opened (in ``setup``).
@@ -90,6 +96,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         on_damaged: OnDamaged = "error",
         worker_timeout: float = 300.0,
         on_mismatch: Literal["error", "restart"] = "error",
+        storage_retry: StorageRetry = StorageRetry(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -105,9 +112,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
         if on_mismatch not in ("error", "restart"):
-            raise ValueError(f"on_mismatch={on_mismatch!r}: 'error' or 'restart' is needed")
-        self.path = str(path)
-        self.val_path = None if val_path is None else str(val_path)
+            raise ValueError(f"on_mismatch={on_mismatch!r} is not one of 'error', 'restart'")
+        if on_damaged not in ("error", "skip"):
+            raise ValueError(f"on_damaged={on_damaged!r} is not one of 'error', 'skip'")
+        if isinstance(worker_timeout, bool) or not worker_timeout > 0:
+            raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
+        self.path = location(path)
+        self.val_path = None if val_path is None else location(val_path)
         self.packing = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
@@ -116,15 +127,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.prepare = prepare
-        if on_damaged not in ("error", "skip"):
-            raise ValueError(f"on_damaged={on_damaged!r} is not one of 'error', 'skip'")
-        if not worker_timeout > 0:
-            raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
         self.epochs = epochs
         self.on_damaged: OnDamaged = on_damaged
-        self.worker_timeout = worker_timeout
         self.on_mismatch = on_mismatch
-        self._tokenizer_from = Path(self.path) / "tokenizer" if tokenizer is None else tokenizer
+        self.worker_timeout = worker_timeout
+        self.storage_retry = storage_retry
+        self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
         self._progress: TrainingProgress | None = None
         self._fitted_by: pl.Trainer | None = None
@@ -141,7 +149,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self._encoder is not None:
             return self._encoder.tokenizer  # type: ignore[attr-defined]
         if not isinstance(self._tokenizer_from, PreTrainedTokenizerBase):
-            self._tokenizer_from = load_tokenizer(self._tokenizer_from)
+            set_retry(self.storage_retry)
+            self._tokenizer_from = load_tokenizer(local_folder(self._tokenizer_from))
         return self._tokenizer_from
 
     @property
@@ -156,12 +165,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self.prepare == "stdlib":
             from lightning_pack.prepare import prepare_stdlib, prepared
 
-            if prepared(Path(self.path)) is None:
+            set_retry(self.storage_retry)
+            if prepared(self.path) is None:
                 rank_zero_info(f"Preparing the documentation of this Python as a dataset in {self.path} (once, some seconds)")
-                prepare_stdlib(Path(self.path))
+                prepare_stdlib(self.path)
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        set_retry(self.storage_retry)
         for path in (self.path, self.val_path):
             if path is not None and "://" not in path and not Path(path).exists():
                 raise ValueError(
@@ -228,7 +239,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 {
                     "packing": self.packing.fingerprint(),
                     "encoder": self.encoder.fingerprint(),
-                    "data": data_fingerprint(self.path),
+                    "data": data_fingerprint(self.path, missing_ok=self.on_damaged == "skip"),
                     "data-parallel ranks": self.ranks,
                     "num_workers": self.num_workers,
                     "seed": self.seed,
@@ -371,6 +382,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if problem is not None:
             self._refuse_or_restart(problem)
             return
+        if damage := different_settings(state_dict["settings"], self._fingerprint):
+            rank_zero_warn(
+                "on_damaged='skip': the data is not what it was when the checkpoint was saved; what cannot be read is left out "
+                "and counted as damaged:\n" + "\n".join(damage)
+            )
         self._progress.restore(of_rank(state_dict["ranks"], rank=self.rank, ranks=self.ranks))
         self._resumed = True
 

@@ -35,9 +35,10 @@ def problem_of(
         workers: those of this rank.
         epochs: passes over the data; None is an endless stream.
     """
+    damage_ok = options.on_damaged == "skip"
     try:
         now = topology(settings)
-        if refuse_other_settings(state, settings=settings) == "redistribute" and epochs is not None:
+        if refuse_other_settings(state, settings=settings, damage_ok=damage_ok) == "redistribute" and epochs is not None:
             refuse_redistribution(topology(state["settings"]), now)
         for number, saved in enumerate(state["ranks"]):
             refuse_damaged_rank(saved, counts=counts, where=f"ranks[{number}]")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_pack.energon.fields import count, damaged, number, shown, torch_random
-from lightning_pack.energon.fingerprint import changed_files
+from lightning_pack.energon.fingerprint import changed_files, same_index
 from lightning_pack.energon.state import from_plain
 
 #: Version of the datamodule's state in a checkpoint.
@@ -131,15 +131,18 @@ def topology(settings: Mapping[str, Any]) -> Topology:
     return Topology(settings[_RANKS], settings[_WORKERS])
 
 
-def different_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that differs, and for each file of the data; ranks and workers are not compared here."""
+def different_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, damage_ok: bool = False) -> list[str]:
+    """A line for each setting that differs, and for each file of the data; ranks and workers are not compared here.
+
+    With ``damage_ok``, files may have another content, or be missing, as long as the index is the same.
+    """
     lines = []
     for name in {**saved, **now}:
         old, new = saved.get(name, "not set"), now.get(name, "not set")
         if name in (_RANKS, _WORKERS) or old == new:
             continue
         if name == _FILES and all(type(files) is list and all(type(f) is str for f in files) for files in (old, new)):
-            files = changed_files(old, new)
+            files = [] if damage_ok and same_index(old, new) else changed_files(old, new)
             lines += [f"  data: {line}" for line in files[:_MOST_FILES_NAMED]]
             if len(files) > _MOST_FILES_NAMED:
                 lines.append(f"  data: and {len(files) - _MOST_FILES_NAMED} more files")
@@ -182,7 +185,9 @@ def _saved_settings(settings: Any) -> dict[str, Any]:
         raise damaged("settings", str(e)) from e
 
 
-def refuse_other_settings(state: Any, *, settings: Mapping[str, Any]) -> Literal["same", "redistribute"]:
+def refuse_other_settings(
+    state: Any, *, settings: Mapping[str, Any], damage_ok: bool = False
+) -> Literal["same", "redistribute"]:
     """Compare the settings of a checkpoint's state with those of this run.
 
     Returns:
@@ -204,7 +209,7 @@ def refuse_other_settings(state: Any, *, settings: Mapping[str, Any]) -> Literal
     before, now = topology(saved), topology(settings)
     if type(state["ranks"]) is not list or len(state["ranks"]) != before.ranks:
         raise damaged("ranks", f"it should hold a list of {before.ranks}")
-    lines = different_settings(saved, settings)
+    lines = different_settings(saved, settings, damage_ok=damage_ok)
     verdict: Literal["same", "redistribute"] = "same"
     try:
         verdict = refuse_other_topology(before, now)

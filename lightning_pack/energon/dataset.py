@@ -16,6 +16,7 @@ from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
 from lightning_pack.encoders import Encoder
+from lightning_pack.energon import storage as storage  # Energon reads object stores through it from here on.
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.task_encoder import PackTaskEncoder, task_encoder
@@ -28,7 +29,7 @@ class StreamOptions:
     """What decides which rows come from a dataset, and in which order.
 
     Args:
-        path: dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
+        path: dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an object store.
         encoder: record -> source.
         policy: the packing rules.
         seed: of the order in which samples are read.

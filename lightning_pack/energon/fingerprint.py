@@ -26,6 +26,7 @@ import torch
 from megatron.energon.epathlib import EPath
 
 from lightning_pack.energon.dataset import _leaves
+from lightning_pack.energon.storage import read_range
 
 #: Changes with every release of this package after which the same settings give other batches.
 STREAM_VERSION = 2
@@ -37,19 +38,20 @@ _END, _BLOCK, _BLOCKS, _INDEX = 1 << 16, 1 << 12, 16, 1 << 24
 _known: dict[tuple[Any, ...], dict[str, str]] = {}
 
 
-def data_fingerprint(path: str, *, split: str = "train") -> dict[str, Any]:
+def data_fingerprint(path: str, *, split: str = "train", missing_ok: bool = False) -> dict[str, Any]:
     """What decides which samples a dataset has, and in which order they lie, as plain values.
 
     Args:
         path: dataset folder, ``.jsonl`` file or metadataset ``.yaml``.
         split: the part that is read.
+        missing_ok: whether a file that cannot be opened is listed as missing.
 
     Returns:
         ``split``; ``blend``, a line for each dataset: its type, weight and what is left out of it; and ``files``, a line for
         each shard in the order of reading, or for a group of shards.
 
     Raises:
-        ValueError: if the dataset cannot be opened, or one of its files is missing.
+        ValueError: if the dataset cannot be opened, or one of its files is missing and must not be.
     """
     leaves, mode = _leaves(path, split)
     blend, files = [], list[tuple[str, EPath, int | None]]()
@@ -60,11 +62,11 @@ def data_fingerprint(path: str, *, split: str = "train") -> dict[str, Any]:
         blend.append(f"{', '.join(words)}, settings {_hex(config.encode())}")
         prefix = f"dataset {number}/" if len(leaves) > 1 else ""
         files += [(prefix + name, file, samples) for name, file, samples in _files(leaf.dataset)]
-    sizes = [_size(file, name, path) for name, file, _ in files]
+    sizes = [_size(file, name, path, missing_ok=missing_ok) for name, file, _ in files]
     local = [file.is_local() for _, file, _ in files]
-    whole = sum(size for size, here in zip(sizes, local, strict=True) if here) <= READ_IN_FULL
+    whole = sum(size or 0 for size, here in zip(sizes, local, strict=True) if here) <= READ_IN_FULL
     lines = [
-        (name, {"samples": samples, "bytes": size} | _parts(file, size, whole=whole))
+        (name, {"samples": samples} | ({"missing": 1} if size is None else {"bytes": size} | _parts(file, size, whole=whole)))
         for (name, file, samples), size in zip(files, sizes, strict=True)
     ]
     return {"split": split, "blend": _shortened(blend), "files": [_line(*each) for each in _grouped(lines)]}
@@ -88,6 +90,12 @@ def library_fingerprint() -> dict[str, Any]:
     }
 
 
+def same_index(saved: Iterable[str], now: Iterable[str]) -> bool:
+    """Whether two lists of files promise the same samples in the same order, whatever the files hold."""
+    before, after = ([(name, facts.get("samples")) for name, facts in map(_read, lines)] for lines in (saved, now))
+    return before == after
+
+
 def changed_files(saved: Iterable[str], now: Iterable[str]) -> list[str]:
     """What differs between two lists of files: a line for each file that changed, is missing or is new."""
     before, after = (dict(_read(line) for line in lines) for lines in (saved, now))
@@ -95,6 +103,8 @@ def changed_files(saved: Iterable[str], now: Iterable[str]) -> list[str]:
     for name in before:
         if name not in after:
             lines.append(f"{name} is missing now")
+        elif before[name].get("missing", "0") != after[name].get("missing", "0"):
+            lines.append(f"{name} {'cannot be opened now' if 'missing' in after[name] else 'is back'}")
         elif differ := _differ(before[name], after[name]):
             then, later = (" and ".join(_said(part, facts[name][part]) for part in differ) for facts in (before, after))
             lines.append(f"{name} has {then} in the checkpoint, {later} now")
@@ -126,20 +136,24 @@ def _files(dataset: Any) -> list[tuple[str, EPath, int | None]]:
     return [(path.name, path, len(dataset)) for path in dataset.paths if not path.is_local() or Path(str(path)).is_file()]
 
 
-def _size(file: EPath, name: str, path: str) -> int:
+def _size(file: EPath, name: str, path: str, *, missing_ok: bool) -> int | None:
     try:
         return int(file.size())
     except OSError as e:
+        if missing_ok:
+            return None
         raise ValueError(
             f"the file {name!r} of the dataset {path!r} cannot be read ({type(e).__name__}: {e}): bring it back, or prepare "
-            "the dataset again without it"
+            "the dataset again without it; on_damaged='skip' goes on without its samples"
         ) from e
 
 
 def _parts(file: EPath, size: int, *, whole: bool) -> dict[str, str]:
     if not file.is_local():
-        with file.open("rb") as stream:
-            return {"ends": _hex(*_ends(stream, size))}
+        head = min(size, _END)
+        tail = min(size - head, _END)
+        ends = read_range(file, offset=0, size=head), read_range(file, offset=size - tail, size=tail)
+        return {"ends": _hex(*ends)}
     local = Path(str(file.local_path()))
     index = local.with_name(local.name + ".idx")
     key = (str(local), whole, *((p.stat().st_size, p.stat().st_mtime_ns) for p in (local, index) if p.exists()))
@@ -184,11 +198,14 @@ def _grouped(lines: list[tuple[str, dict[str, Any]]]) -> Iterable[tuple[str, dic
     length = -(-len(lines) // MOST_LISTED)
     for start in range(0, len(lines), length):
         group = lines[start : start + length]
-        facts = {name: sum(fact[name] or 0 for _, fact in group) for name in ("samples", "bytes")}
+        facts = {name: sum(fact.get(name) or 0 for _, fact in group) for name in ("samples", "bytes", "missing")}
         for part in ("ends", "spread", "whole", "index"):
             if all(part in fact for _, fact in group):
                 facts[part] = _hex("\n".join(f"{name} {fact['bytes']} {fact[part]}" for name, fact in group).encode())
-        yield f"{group[0][0]} to {group[-1][0]} ({len(group)} files)", facts
+        yield (
+            f"{group[0][0]} to {group[-1][0]} ({len(group)} files)",
+            {name: value for name, value in facts.items() if value or name != "missing"},
+        )
 
 
 def _line(name: str, facts: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,13 +47,20 @@ class Standing:
 
 def _plain(position: WorkerPosition) -> dict[str, Any]:
     at = position.at
-    plain = None if at is None else {"buffer": at.buffer, "emitted": at.emitted, "start": to_plain(at.start)}
+    # Empty bytes are pickled as a call, which loading with weights_only refuses.
+    plain = (
+        None if at is None else {f.name: None if (value := getattr(at, f.name)) == b"" else to_plain(value) for f in fields(at)}
+    )
     return {"worker": position.worker, "at": plain}
 
 
 def _worker(plain: Mapping[str, Any]) -> WorkerPosition:
     at = plain["at"]
-    position = None if at is None else StagePosition(at["buffer"], at["emitted"], from_plain(at["start"]))
+    position = (
+        None
+        if at is None
+        else StagePosition(**{name: from_plain(b"" if value is None else value) for name, value in at.items()})
+    )
     return WorkerPosition(plain["worker"], position)
 
 

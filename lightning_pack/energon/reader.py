@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -91,12 +91,11 @@ class RankReader:
                 self._orphans += message.orphans
                 self._ended.append(self._turn.popleft())
                 continue
-            start = message.start
-            if start is None:
-                known = self._at[number]
-                assert known is not None
-                start = known.start
-            self._at[number] = StagePosition(message.buffer, message.emitted, start)
+            at, before = message.at, self._at[number]
+            if at.start is None:
+                assert before is not None
+                at = replace(at, start=before.start)
+            self._at[number] = at
             self._turn.rotate(-1)
             batch = message.batch
             batch.left_out[:0], self._orphans = self._orphans, []

@@ -12,14 +12,12 @@ from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
+from lightning_pack.energon.outage import StorageError
+from lightning_pack.energon.stage import DamagedDataError
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.row import EncodedSource
 
 OnDamaged = Literal["error", "skip"]
-
-
-class DamagedDataError(ValueError):
-    """A sample that the index promises cannot be read."""
 
 
 @edataclass
@@ -113,6 +111,9 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
         self._whereabouts.reads(place)
         try:
             return read(index)
+        except StorageError:
+            # The store is away; the data is not damaged.
+            raise
         except Exception as e:
             raise DamagedDataError(self._cannot_read(place, f"{type(e).__name__}: {e}")) from e
 

@@ -3,15 +3,19 @@
 The position after a row is the state of the stages below from before the buffer was filled, and the number of its packs that
 were emitted since. Whoever starts from it fills the same buffer again and leaves those packs out, so that a start from a
 position takes as long as a start from the beginning, and the buffer itself is never stored.
+
+That holds while the data is the same. If a part of it cannot be read any more, the buffer is another one: hashes of the sources
+tell, and those that were emitted are passed over one by one, wherever they come now.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +27,10 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
 
+#: Bytes of the hash of a source.
+HASH_BYTES = 8
 #: So many sources in a row without one that can be trained on end the run.
 MOST_LEFT_OUT_IN_A_ROW = 10_000
-
-
-@dataclass
-class _Buffer:
-    number: int
-    #: State of the stages below before the first source.
-    start: FlexState
-    sources: list[EncodedSource] = field(default_factory=list)
-    #: Markers of sources that are left out; they take no place in the buffer.
-    markers: list[EncodedSource] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,44 @@ class StagePosition:
         buffer: number of the buffer whose packs come next.
         emitted: how many of its packs were emitted.
         start: state of the stages below before that buffer was filled; the same object for all positions in a buffer.
+        skip: hashes of sources that are passed over while it is filled, :data:`HASH_BYTES` each.
+        given: hashes of the sources that were emitted of it.
+        digest: hash of all its sources in order; none where none was emitted.
     """
 
     buffer: int
     emitted: int
     start: FlexState
+    skip: bytes = b""
+    given: bytes = b""
+    digest: bytes = b""
+
+
+@dataclass
+class _Buffer:
+    number: int
+    #: State of the stages below before the first source.
+    start: FlexState
+    sources: list[EncodedSource] = field(default_factory=list)
+    #: Markers of sources that are left out; they take no place in the buffer.
+    markers: list[EncodedSource] = field(default_factory=list)
+    #: Hashes of sources to be passed over, since they were emitted before the data was damaged.
+    skip: Counter[bytes] = field(default_factory=Counter)
+    #: What of ``skip`` has not come yet.
+    unmet: Counter[bytes] = field(default_factory=Counter)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the sources, in order."""
+        return _hash(b"".join(map(_hash_of, self.sources)))
+
+    def position(self, emitted: int = 0, given: bytes = b"", digest: bytes = b"") -> StagePosition:
+        """After ``emitted`` packs."""
+        return StagePosition(self.number, emitted, self.start, b"".join(sorted(self.skip.elements())), given, digest)
+
+
+class DamagedDataError(ValueError):
+    """The data is not what it was when it was indexed, or when a checkpoint was saved."""
 
 
 class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
@@ -67,6 +96,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         batch: packs -> row.
         packs_per_batch: packs in a row; only the last row of a finite stream may have fewer.
         take_damaged: markers of the samples that could not be read since the last call.
+        repair: whether to go on where the sources of a buffer are not those that they were.
         worker_config: of the logical worker.
     """
 
@@ -80,18 +110,19 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         batch: Callable[[Sequence[Pack]], PackedBatch],
         packs_per_batch: int,
         take_damaged: Callable[[], list[EncodedSource]],
+        repair: bool,
         worker_config: WorkerConfig,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self._buffer_size = buffer_size
         self._select, self._build, self._batch = select, build, batch
         self._packs_per_batch = packs_per_batch
-        self._take_damaged = take_damaged
+        self._take_damaged, self._repair = take_damaged, repair
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
         """Stand at the beginning."""
-        self._origin: tuple[int, int] = (0, 0)
+        self._origin: StagePosition | None = None
         self._position: StagePosition | None = None
         self._randomness: list[Any] | None = None
         self._left_out_in_a_row: Counter[str] = Counter()
@@ -101,18 +132,24 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
     @property
     def position(self) -> StagePosition:
         """After the last row."""
-        return self._position or StagePosition(*self._origin, self.dataset.save_state())
+        return self._position or self._origin or StagePosition(0, 0, self.dataset.save_state())
+
+    def go_to(self, position: StagePosition) -> None:
+        """Go to a position, before the stage is iterated. Energon changes the state in it, so give a copy."""
+        self.reset_state_own()
+        self.dataset.restore_state(position.start)
+        # What was restored is not changed before it is iterated.
+        self._origin = replace(position, start=self.dataset.save_state())
 
     def save_state(self) -> FlexState:
         """The position, for Energon."""
-        at = self.position
-        return FlexState(__class__=type(self).__name__, buffer=at.buffer, emitted=at.emitted, start=at.start)
+        return FlexState(
+            __class__=type(self).__name__, **{f.name: getattr(self.position, f.name) for f in fields(StagePosition)}
+        )
 
     def restore_state(self, state: FlexState) -> None:
-        """Go to a position; before the stage is iterated."""
-        self.reset_state_own()
-        self.dataset.restore_state(state["start"])
-        self._origin = (state["buffer"], state["emitted"])
+        """Go to a position, for Energon."""
+        self.go_to(StagePosition(**{f.name: state[f.name] for f in fields(StagePosition)}))
 
     def __iter__(self) -> Iterator[PackedBatch]:
         packs: list[Pack] = []
@@ -128,27 +165,55 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
 
     def _packs(self) -> Iterator[tuple[Pack, StagePosition]]:
         """Each pack, with the position after it."""
+        origin = self.position
         sources = iter(self.dataset)
-        number, emitted = self._origin
-        current = _Buffer(number, self.dataset.save_state())
+        skip = Counter(_hashes(origin.skip))
+        current = _Buffer(origin.buffer, origin.start, skip=skip, unmet=skip.copy())
         self._fill(current, sources, upto=self._buffer_size)
+        emitted, given = origin.emitted, origin.given
+        if emitted and current.digest != origin.digest:
+            self._pass_over(current, given)
+            self._fill(current, sources, upto=self._buffer_size)
+            emitted, given = 0, b""
         while current.sources:
             # The stream goes on at a source or has ended: no marker is left that would find no pack to ride in.
             ahead = self._next(current, sources) if len(current.sources) == self._buffer_size else None
-            groups = self._groups(current)
+            groups, digest = self._groups(current), current.digest
             for i, group in enumerate(groups):
-                if i >= emitted:
-                    if ahead is not None and i == len(groups) - 1:
-                        yield self._build(group), StagePosition(ahead.number, 0, ahead.start)
-                    else:
-                        yield self._build(group), StagePosition(current.number, i + 1, current.start)
-                if ahead is not None and i >= emitted:
+                if i < emitted:
+                    continue
+                given += b"".join(_hash_of(source) for source in group if len(source))
+                if ahead is not None and i == len(groups) - 1:
+                    yield self._build(group), ahead.position()
+                else:
+                    yield self._build(group), current.position(i + 1, given, digest)
+                if ahead is not None:
                     self._fill(ahead, sources, upto=self._buffer_size * (i + 1) // len(groups))
             if ahead is None:
                 return
             self._fill(ahead, sources, upto=self._buffer_size)
-            current, emitted = ahead, 0
+            current, emitted, given = ahead, 0, b""
         self.orphans = [marker.left_out for marker in current.markers if marker.left_out is not None]
+
+    def _pass_over(self, buffer: _Buffer, given: bytes) -> None:
+        """Take out of a buffer what was emitted when it was another one; what is not in it is passed over when it comes."""
+        if not self._repair:
+            raise DamagedDataError(
+                f"buffer {buffer.number} of loader worker {self.worker_config.rank}: the sources that are read again are not "
+                "those that the checkpoint was saved with: the data or the encoder has changed. Restore what it was, or set "
+                'on_damaged="skip" to go on with what is left (nothing is trained on twice)'
+            )
+        emitted = Counter(_hashes(given))
+        buffer.skip += emitted
+        buffer.unmet += emitted
+        buffer.sources = [source for source in buffer.sources if not self._was_emitted(source, buffer)]
+
+    @staticmethod
+    def _was_emitted(source: EncodedSource, buffer: _Buffer) -> bool:
+        if not buffer.unmet or not buffer.unmet[_hash_of(source)]:
+            return False
+        buffer.unmet -= Counter([_hash_of(source)])
+        return True
 
     def _groups(self, buffer: _Buffer) -> list[list[EncodedSource]]:
         self.worker_config.worker_push_sample_index(buffer.number)
@@ -165,7 +230,10 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
                 source = self._take(sources, buffer)
                 if source is None:
                     return
-                (buffer.sources if self._usable(source) else buffer.markers).append(source)
+                if not self._usable(source):
+                    buffer.markers.append(source)
+                elif not self._was_emitted(source, buffer):
+                    buffer.sources.append(source)
 
     def _next(self, current: _Buffer, sources: Iterator[EncodedSource]) -> _Buffer | None:
         """The buffer after ``current``, with its first source; markers before that belong to ``current``."""
@@ -175,9 +243,10 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
                 source = self._take(sources, current)
             if source is None:
                 return None
-            if self._usable(source):
-                return _Buffer(current.number + 1, start, [source])
-            current.markers.append(source)
+            if not self._usable(source):
+                current.markers.append(source)
+            elif not self._was_emitted(source, current):
+                return _Buffer(current.number + 1, start, [source], skip=current.unmet, unmet=current.unmet.copy())
 
     def _take(self, sources: Iterator[EncodedSource], buffer: _Buffer) -> EncodedSource | None:
         source = next(sources, None)
@@ -231,6 +300,18 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             "select": self._function_config(self._select),
             "dataset": self.dataset.config(),
         }
+
+
+def _hash_of(source: EncodedSource) -> bytes:
+    return _hash(f"{len(source)} {source.key}".encode())
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
+
+def _hashes(joined: bytes) -> list[bytes]:
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
 
 
 def _set_random_states(states: list[Any]) -> None:

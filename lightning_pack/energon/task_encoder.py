@@ -216,6 +216,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
             batch=self.batch,
             packs_per_batch=self._packs_per_batch,
             take_damaged=self._reading.take_damaged,
+            repair=self._on_damaged == "skip",
             worker_config=worker_config,
         )
 

@@ -8,6 +8,7 @@ main process, before any worker starts.
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 from megatron.energon.flavors.base_dataset import SavableDataset
@@ -22,7 +23,8 @@ from lightning_pack.energon.dataset import StreamOptions, open_share
 from lightning_pack.energon.fields import count, damaged, number, shown
 from lightning_pack.energon.reader import Workers
 from lightning_pack.energon.reading import Reading
-from lightning_pack.energon.state import from_plain
+from lightning_pack.energon.stage import HASH_BYTES, StagePosition
+from lightning_pack.energon.state import MOST_BYTES, from_plain
 from lightning_pack.energon.worker import Whereabouts
 
 
@@ -60,9 +62,16 @@ def refuse_impossible(
             continue
         if epoch == epochs and epochs is not None:
             raise damaged(f"{place}.at", f"all {epochs} passes over the data are said to be done")
-        _holds(at, {"buffer", "emitted", "start"}, f"{place}.at")
+        _holds(at, {f.name for f in fields(StagePosition)}, f"{place}.at")
         count(at["buffer"], f"{place}.at.buffer")
         number(0, options.policy.buffer_size)(at["emitted"], f"{place}.at.emitted")
+        for name in ("skip", "given", "digest"):
+            if at[name] is None:
+                continue
+            if type(at[name]) is not bytes or len(at[name]) % HASH_BYTES or len(at[name]) > MOST_BYTES:
+                raise damaged(f"{place}.at.{name}", f"{shown(at[name])} is no row of hashes of {HASH_BYTES} bytes")
+        if len(at["given"] or b"") > HASH_BYTES * options.policy.buffer_size:
+            raise damaged(f"{place}.at.given", f"more sources than a buffer of {options.policy.buffer_size} are there")
         start = from_plain(at["start"], where=f"{place}.at.start")
         share = open_share(options, worker, Whereabouts(), split="train", of=workers.of, epoch=epoch)
         _dataset(share.dataset, start, f"{place}.at.start", 0)

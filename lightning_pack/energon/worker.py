@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -67,10 +67,8 @@ class Row(NamedTuple):
     """A row and the position after it."""
 
     batch: PackedBatch
-    buffer: int
-    emitted: int
-    #: Only where it is another than that of the row before.
-    start: FlexState | None
+    #: Its ``start`` is None where it is that of the row before.
+    at: StagePosition
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: Stage
     config = stage.worker_config
     if origin is not None:
         # Energon changes a restored state in place.
-        start = pickle.loads(pickle.dumps(origin.start))
-        state = FlexState(__class__="PackingStage", buffer=origin.buffer, emitted=origin.emitted, start=start)
-        stage.restore_state(state)
+        stage.go_to(pickle.loads(pickle.dumps(origin)))
     rows = iter(stage)
     known: FlexState | None = None
     number = 0
@@ -119,7 +115,7 @@ def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: Stage
             yield End(stage.orphans)
             return
         at = stage.position
-        yield Row(batch, at.buffer, at.emitted, None if at.start is known else at.start)
+        yield Row(batch, replace(at, start=None) if at.start is known else at)
         known, number = at.start, number + 1
 
 

@@ -241,8 +241,11 @@ def _alive(pid: int, folder: Path) -> bool:
     with contextlib.suppress(OSError):
         if (folder / _HOST).read_text() != platform.node():
             return True
-    if pid == os.getpid():
-        return False
+    return pid != os.getpid() and runs(pid)
+
+
+def runs(pid: int) -> bool:
+    """Whether there is a process of this id on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_pack.encoders import LeaveOut, RecordEncoder, load_tokenizer, read_record, tokenizer_fingerprint
+from lightning_pack.location import is_remote, location
 from lightning_pack.prepare.dataset import DatasetWriter
 from lightning_pack.prepare.progress import progress_bar
 from lightning_pack.prepare.result import LengthSampler, PreparedDataset, check_ours, check_output, prepared
@@ -43,8 +44,10 @@ def prepare_jsonl(
 
     Args:
         file: the file, UTF-8.
-        out: destination; absent, empty, or a dataset prepared before.
-        tokenizer: folder of the tokenizer; it is copied into the dataset, and lengths are measured with it.
+        out: destination; absent, empty, or a dataset prepared before. ``msc://PROFILE/...`` is a folder in an object
+            store, to which the dataset is uploaded from a temporary folder.
+        tokenizer: folder of the tokenizer, on a disk or in an object store; it is copied into the dataset, and lengths are
+            measured with it.
         val_fraction: share of the records for validation; with 0 there is no validation split.
         shards: training shards, at most; validation has its own.
         on_bad_line: ``"error"`` reads the whole file and then tells of the bad lines, ``"skip"`` leaves them out and counts.
@@ -55,12 +58,33 @@ def prepare_jsonl(
         BadLineError: under ``on_bad_line="error"``, with the first bad lines, their numbers and what is wrong with them.
         ValueError: for bad settings, a file without records, or if ``out`` holds something else.
     """
+    if is_remote(out):
+        from lightning_pack.prepare.remote import prepare_remotely
+
+        return prepare_remotely(
+            location(out),
+            prepare=lambda folder: prepare_jsonl(
+                file,
+                folder,
+                tokenizer=tokenizer,
+                val_fraction=val_fraction,
+                shards=shards,
+                on_bad_line=on_bad_line,
+                progress=progress,
+            ),
+            overwrite=overwrite,
+            progress=progress,
+        )
     file, out = Path(file), Path(out).resolve()
     if on_bad_line not in ("error", "skip"):
         raise ValueError(f"on_bad_line={on_bad_line!r} is not 'error' or 'skip'")
     if not file.is_file():
         raise ValueError(f"{file} is no file: give a file with one JSON object a line")
     check_ours(out)
+    if is_remote(tokenizer):
+        from lightning_pack.energon.storage import local_folder
+
+        tokenizer = local_folder(tokenizer)
     loaded = load_tokenizer(tokenizer)
     encoder = RecordEncoder(loaded)
 

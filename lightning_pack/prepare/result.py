@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_pack.encoders import Encoder, LeaveOut
+from lightning_pack.location import is_remote, location
 
 #: File that only a finished dataset holds, and the version of its content.
 MARKER = "lightning_pack.json"
@@ -88,7 +89,8 @@ class LengthSampler:
 class PreparedDataset:
     """A finished dataset that Energon can load."""
 
-    path: Path
+    #: Its folder; text where that is in an object store.
+    path: Path | str
     #: ``"stdlib"`` or ``"jsonl"``.
     recipe: str
     #: What decides the content; the same options give the same files.
@@ -105,7 +107,7 @@ class PreparedDataset:
     fresh: bool = True
 
     @classmethod
-    def of(cls, path: Path, state: Mapping[str, Any], *, fresh: bool) -> PreparedDataset:
+    def of(cls, path: Path | str, state: Mapping[str, Any], *, fresh: bool) -> PreparedDataset:
         """The dataset that :data:`MARKER` describes."""
         return cls(
             path=path,
@@ -120,9 +122,9 @@ class PreparedDataset:
         )
 
     @property
-    def tokenizer(self) -> Path:
+    def tokenizer(self) -> Path | str:
         """Folder of the tokenizer that belongs to the dataset."""
-        return self.path / "tokenizer"
+        return self.path / "tokenizer" if isinstance(self.path, Path) else f"{self.path}/tokenizer"
 
     def summary(self) -> str:
         """A few lines for people."""
@@ -143,18 +145,31 @@ def prepared(out: str | Path) -> PreparedDataset | None:
     Raises:
         ValueError: if it was finished once, but is damaged or of a later format.
     """
+    if is_remote(out):
+        from lightning_pack.prepare.remote import prepared_remotely
+
+        return prepared_remotely(location(out))
     out = Path(out)
     if not (out / MARKER).is_file():
         return None
+    return read_marker(out, (out / MARKER).read_text(), found={entry.name for entry in out.iterdir()})
+
+
+def read_marker(out: Path | str, text: str, *, found: Collection[str]) -> PreparedDataset:
+    """The dataset that the text of :data:`MARKER` describes, where ``found`` are the names in its folder.
+
+    Raises:
+        ValueError: if it is damaged or of a later format.
+    """
     ways_out = "prepare it again with --overwrite (overwrite=True), or choose another folder"
     try:
-        state = json.loads((out / MARKER).read_text())
+        state = json.loads(text)
         if state["format"] != FORMAT:
-            raise ValueError(f"{out / MARKER} has format {state['format']}, this version reads {FORMAT}: {ways_out}")
+            raise ValueError(f"{out}/{MARKER} has format {state['format']}, this version reads {FORMAT}: {ways_out}")
         dataset = PreparedDataset.of(out, state, fresh=False)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{out / MARKER} is damaged ({type(error).__name__}: {error}): {ways_out}") from error
-    missing = [name for name in (*dataset.shards, ".nv-meta", "tokenizer") if not (out / name).exists()]
+        raise ValueError(f"{out}/{MARKER} is damaged ({type(error).__name__}: {error}): {ways_out}") from error
+    missing = [name for name in (*dataset.shards, ".nv-meta", "tokenizer") if name not in found]
     if missing:
         raise ValueError(f"{out} is damaged, {', '.join(missing)} is missing: {ways_out}")
     return dataset
@@ -172,6 +187,16 @@ def check_output(out: Path, *, recipe: str, options: Mapping[str, Any], overwrit
     dataset = prepared(out)
     if dataset is None:
         return None
+    refuse_other_settings(dataset, recipe=recipe, options=options)
+    return dataset
+
+
+def refuse_other_settings(dataset: PreparedDataset, *, recipe: str, options: Mapping[str, Any]) -> None:
+    """Make sure that a dataset is what is asked for.
+
+    Raises:
+        ValueError: naming each setting that differs, with both values.
+    """
     old = flat({"recipe": dataset.recipe, **dataset.options})
     new = flat({"recipe": recipe, **options})
     differences = [
@@ -181,10 +206,9 @@ def check_output(out: Path, *, recipe: str, options: Mapping[str, Any], overwrit
     ]
     if differences:
         raise ValueError(
-            f"{out} was prepared with other settings:\n" + "\n".join(differences) + "\nPrepare it again with --overwrite "
-            "(overwrite=True), or choose another folder"
+            f"{dataset.path} was prepared with other settings:\n" + "\n".join(differences) + "\nPrepare it again with "
+            "--overwrite (overwrite=True), or choose another folder"
         )
-    return dataset
 
 
 def check_ours(out: Path) -> None:
@@ -201,13 +225,22 @@ def check_ours(out: Path) -> None:
         found = {entry.name for entry in out.iterdir()}
     except FileNotFoundError:
         return  # another process is just replacing it
-    if found and MARKER not in found:
+    refuse_foreign(str(out), found)
+
+
+def refuse_foreign(out: str, found: Collection[str], *, marks: Sequence[str] = (MARKER,)) -> None:
+    """Make sure that what is in a folder is a dataset of ours and nothing more, known by one of ``marks``, or nothing.
+
+    Raises:
+        ValueError: if there is anything else; that is never deleted.
+    """
+    if found and not any(mark in found for mark in marks):
         raise ValueError(
             f"{out} is not empty and was not prepared by lightning-pack, so it is left alone (even with --overwrite): "
             "choose another folder, or empty it yourself"
         )
     shards = {name for name in found if name.removesuffix(".idx").endswith(".tar") and name.startswith(("train-", "val-"))}
-    foreign = sorted(found - shards - {MARKER, ".nv-meta", "tokenizer"})
+    foreign = sorted(set(found) - shards - {*marks, ".nv-meta", "tokenizer"})
     if foreign:
         raise ValueError(f"{out} holds {', '.join(foreign)} besides the dataset: move that away, or choose another folder")
 

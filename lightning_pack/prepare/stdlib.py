@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pack.encoders import RecordEncoder
+from lightning_pack.location import is_remote, location
 from lightning_pack.prepare.dataset import DatasetWriter
 from lightning_pack.prepare.progress import progress_bar
 from lightning_pack.prepare.result import LengthSampler, PreparedDataset, check_output
@@ -77,7 +78,8 @@ def prepare_stdlib(
     """Prepare the running Python's documentation in folder ``out``, with a tokenizer trained on it.
 
     Args:
-        out: destination; absent, empty, or a dataset prepared before.
+        out: destination; absent, empty, or a dataset prepared before. ``msc://PROFILE/...`` is a folder in an object
+            store, to which the dataset is uploaded from a temporary folder.
         vocab_size: tokens of the tokenizer.
         shards: training shards, at most; validation has its own.
         val_fraction: share of the records for validation.
@@ -87,6 +89,17 @@ def prepare_stdlib(
     Raises:
         ValueError: for bad settings, if ``out`` holds something else, or if this Python comes without its sources.
     """
+    if is_remote(out):
+        from lightning_pack.prepare.remote import prepare_remotely
+
+        return prepare_remotely(
+            location(out),
+            prepare=lambda folder: prepare_stdlib(
+                folder, vocab_size=vocab_size, shards=shards, val_fraction=val_fraction, progress=progress
+            ),
+            overwrite=overwrite,
+            progress=progress,
+        )
     out = Path(out).resolve()
     options = {
         "python": platform.python_version(),

@@ -1,0 +1,108 @@
+"""Data that cannot be read any more: an error that names shard and sample, or the run goes on and the losses are counted."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pack import PackedBatch
+from lightning_pack.energon.reading import DamagedDataError
+from lightning_pack.resume import ResumeError
+from tests.numbers_data import same_batch
+from tests.test_exact_position import Run, through_a_file
+from tests.test_passes import rest
+
+
+@pytest.fixture
+def data(numbers: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(numbers, tmp_path / "data"))
+
+
+def truncate(data: Path) -> None:
+    shard = data / "train-1.tar"
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+def delete(data: Path) -> None:
+    (data / "train-1.tar").unlink()
+
+
+def scramble(data: Path) -> None:
+    shard = data / "train-1.tar"
+    content = bytearray(shard.read_bytes())
+    content[: len(content) // 2] = b"\x07" * (len(content) // 2)
+    shard.write_bytes(content)
+
+
+DAMAGES = [truncate, delete, scramble]
+
+
+def lost(batches: list[PackedBatch]) -> list[str]:
+    return [gone.key for batch in batches for gone in batch.left_out if gone.reason == "damaged"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("damage", [truncate, scramble])  # An open file can be read after it is deleted.
+def test_a_sample_that_cannot_be_read_ends_the_run_by_name(data: Path, damage: Any, workers: int) -> None:
+    run = Run(data, num_workers=workers)
+    given = run.train(1)
+    damage(data)
+    with pytest.raises(DamagedDataError, match=r'train-1\.tar\[\d+\]: cannot be read .*on_damaged="skip"'):
+        given.extend(run.train(1)[0] for _ in range(200))
+    assert given
+    assert run.end()["ranks"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_resume_names_the_shard_that_changed(data: Path, damage: Any) -> None:
+    run = Run(data, num_workers=0)
+    run.train(3)
+    state = through_a_file(run.end())
+    damage(data)
+    with pytest.raises(ValueError, match=r"train-1\.tar") as e:
+        Run(data, num_workers=0, state=state)
+    assert isinstance(e.value, ResumeError) or "on_damaged='skip'" in str(e.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_goes_on_without_what_is_lost(data: Path, damage: Any, workers: int) -> None:
+    run = Run(data, num_workers=workers, epochs=1)
+    before = run.train(4)
+    state = through_a_file(run.end())
+    damage(data)
+    with pytest.warns(UserWarning, match=r"on_damaged='skip': .*\n.*train-1\.tar"):
+        resumed = Run(data, num_workers=workers, epochs=1, state=state, on_damaged="skip")
+    (after,) = rest(resumed)
+    resumed.end()
+    damaged = lost(after)
+    assert damaged
+    assert all("train-1.tar[" in key for key in damaged)
+    trained = Counter(key for batch in before + after for key in batch.source_keys)
+    others = [gone.key for batch in before + after for gone in batch.left_out if gone.reason != "damaged"]
+    assert len(before[-1].source_keys), "the checkpoint lies inside a buffer"
+    # Nothing twice, nothing lost without being counted; a sample trained on before the damage may be counted as damaged too.
+    assert set(trained.values()) == {1}
+    assert len(trained) + len(others) + len(damaged) in range(200, 200 + sum(len(b.source_keys) for b in before) + 1)
+    intact = {f"train{i:06d}" for i in range(200) if i % 3 != 1}
+    assert intact <= set(trained) | set(others)
+    again = Run(data, num_workers=workers, epochs=1, on_damaged="skip")
+    states, given = [], []
+    for _ in range(10):
+        states.append(through_a_file(again.data.state_dict()))
+        given += again.train(1)
+    again.end()
+    assert lost(given)
+    for k in (3, 7):
+        resumed = Run(data, num_workers=workers, epochs=1, state=states[k], on_damaged="skip")
+        assert all(map(same_batch, resumed.train(10 - k), given[k:])), "the losses are part of the stream"
+        resumed.end()
+
+
+def test_a_mistaken_option_is_refused(numbers: Path) -> None:
+    with pytest.raises(ValueError, match=r"on_damaged='ignore' is not one of 'error', 'skip'"):
+        Run(numbers, num_workers=0, on_damaged="ignore")
