@@ -135,16 +135,16 @@ def test_batches_state_and_fingerprint_are_those_of_the_same_data_on_a_disk(
     before = store.proxy.seen["GET"]
     run = Run(store.data, num_workers=workers)
     given = run.train(30)
-    assert store.proxy.seen["GET"] > before + 40, "shards are read again and again"
+    assert store.proxy.seen["GET"] > before + 40, "shards are read while training goes on"
     state = through_a_file(run.end())
     # A position in the store is one on the disk, and back.
     moved = Run(store.disk, num_workers=workers, state=state)
-    given += moved.train(30)
+    given += moved.train(10)
     back = Run(store.data, num_workers=workers, state=through_a_file(moved.end()))
-    given += back.train(30)
+    given += back.train(10)
     back.end()
     assert all(map(same_batch, given, on_disk[workers]))
-    assert len(given) == 90
+    assert len(given) == 50
     assert data_fingerprint(store.data) == data_fingerprint(str(store.disk))
     assert (has_split(store.data, "val"), has_split(store.data, "test")) == (True, False)
 
@@ -154,8 +154,8 @@ def test_batches_state_and_fingerprint_are_those_of_the_same_data_on_a_disk(
     [
         (0, "refused"),
         (0, "cut"),
-        (2, "silent"),
         (2, "unavailable"),
+        pytest.param(2, "silent", marks=pytest.mark.slow),
         pytest.param(2, "refused", marks=pytest.mark.slow),
         pytest.param(2, "cut", marks=pytest.mark.slow),
         pytest.param(2, "broken", marks=pytest.mark.slow),
