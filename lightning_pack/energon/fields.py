@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+#: Bytes of an array or a byte string.
+MOST_BYTES = 1 << 24
 #: Counts stay far below what a 64-bit number holds, so that counting on cannot leave it.
 MOST_COUNT = 1 << 60
 
@@ -73,7 +76,11 @@ def list_of(item: Check, *, least: int = 0, optional: bool = False) -> Check:
         if type(value) is not list or len(value) < least:
             raise damaged(where, f"{shown(value)} is no list" + (f" of at least {least}" if least else ""))
         for i, each in enumerate(value):
-            item(each, f"{where}[{i}]")
+            try:
+                item(each, where)
+            except StateError:
+                # Names are made for errors only: a buffer holds thousands of items.
+                item(each, f"{where}[{i}]")
 
     return check
 
@@ -85,8 +92,8 @@ def restore_key(value: Any, where: str) -> None:
     for part in value:
         if type(part) is tuple:
             restore_key(part, where)
-        elif type(part) is not str:
-            count(part, where)
+        elif type(part) is not str and not (type(part) is int and 0 <= part <= MOST_COUNT):
+            raise damaged(where, f"{shown(part)} has no place in the key of a sample")
 
 
 def restore_key_or_none(value: Any, where: str) -> None:
@@ -131,3 +138,20 @@ def python_random(value: Any, where: str) -> None:
         random.Random(0).setstate(value if fits else ())
     except (TypeError, ValueError, OverflowError, IndexError) as e:
         raise damaged(where, "this is no state of Python's random numbers") from e
+
+
+#: Arrays hold numbers of these types; an array of objects could hold anything.
+_DTYPES = frozenset(np.dtype(name).str for name in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", "?"))
+
+
+def array(value: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
+    """The array of which type, shape and bytes are given; nothing is allocated before they fit."""
+    dtype, shape, data = value["dtype"], value["shape"], value["data"]
+    if type(dtype) is not str or dtype not in _DTYPES:
+        raise damaged(where, f"arrays of type {shown(dtype)} have no place in it")
+    if type(shape) is not list or len(shape) > 8 or any(type(n) is not int or not 0 <= n <= MOST_BYTES for n in shape):
+        raise damaged(where, "the shape of an array is no list of whole numbers")
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if type(data) is not bytes or size > MOST_BYTES or len(data) != size:
+        raise damaged(where, f"an array of type {dtype} and shape {shape} does not consist of {shown(data)}")
+    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()

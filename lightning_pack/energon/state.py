@@ -22,9 +22,11 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from megatron.energon.state import FlexState
 
 from lightning_pack.energon.fields import (
+    MOST_BYTES,
     MOST_COUNT,
     Check,
     StateError,
+    array,
     count,
     count_or_none,
     damaged,
@@ -46,8 +48,7 @@ __all__ = ["StateError", "from_plain", "to_plain"]
 MOST_REPLAYED = 100_000
 #: Levels of containers; a state of today has about 50, each dataset inside a dataset adds 4.
 MOST_DEPTH = 200
-#: Bytes of an array or a byte string, bytes of a tensor (a state of random numbers), characters of a string.
-MOST_BYTES = 1 << 24
+#: Bytes of a tensor (a state of random numbers), characters of a string.
 MOST_TENSOR = 1 << 16
 MOST_CHARACTERS = 1 << 20
 
@@ -179,7 +180,7 @@ class _Decoder:
         if value:
             self._once(id(value), where)
         if type(value) is not dict:
-            items = [self.decode(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
+            items = [item if _is_small(item) else self.decode(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
             return items if type(value) is list else tuple(items)
         name = value.get(_KIND)
         if name is None:
@@ -189,7 +190,7 @@ class _Decoder:
         if name == "ndarray":
             _only(value, (_KIND, "dtype", "shape", "data"), where)
             self._once(id(value["data"]), where)
-            return _array(value, where)
+            return array(value, where)
         if name in ("FlexState", "dict"):
             _only(value, (_KIND, "items"), where)
             pairs = value["items"]
@@ -230,6 +231,12 @@ class _Decoder:
         self._seen.add(address)
 
 
+def _is_small(value: Any) -> bool:
+    """Most of a state are names and numbers of samples; a shortcut for them."""
+    kind = type(value)
+    return (kind is int and 0 <= value <= MOST_COUNT) or (kind is str and len(value) <= MOST_CHARACTERS)
+
+
 def _is_class(key: Any, name: Any) -> bool:
     return type(key) is str and key == "__class__" and type(name) is str
 
@@ -238,19 +245,3 @@ def _only(value: Any, names: Any, where: str) -> None:
     if type(value) is not dict or set(value) != set(names):
         has = sorted(shown(name) for name in value)[:9] if type(value) is dict else shown(value)
         raise damaged(where, f"it should hold {sorted(names)} and holds {has}")
-
-
-#: Arrays hold numbers of these types; an array of objects could hold anything.
-_DTYPES = frozenset(np.dtype(name).str for name in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", "?"))
-
-
-def _array(value: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
-    dtype, shape, data = value["dtype"], value["shape"], value["data"]
-    if type(dtype) is not str or dtype not in _DTYPES:
-        raise damaged(where, f"arrays of type {shown(dtype)} have no place in it")
-    if type(shape) is not list or len(shape) > 8 or any(type(n) is not int or not 0 <= n <= MOST_BYTES for n in shape):
-        raise damaged(where, "the shape of an array is no list of whole numbers")
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if type(data) is not bytes or size > MOST_BYTES or len(data) != size:
-        raise damaged(where, f"an array of type {dtype} and shape {shape} does not consist of {shown(data)}")
-    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
