@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy, ParallelLayout
-from lightning_pack.datamodule import ResumeError
-from lightning_pack.prepare.tokenizer import train_tokenizer
-from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
+from tests.numbers_data import NumberEncoder, records_of, write_webdataset
 from tests.training import Options, Recorder, datamodule, read_record, run, trainer
 
 pytestmark = [
@@ -156,125 +154,6 @@ def test_more_workers_than_samples_is_refused(tmp_path: Path) -> None:
     path = write_webdataset(tmp_path / "d", {"train": records_of([5])}, shards=1)
     with pytest.raises(ValueError, match="use fewer workers or ranks, or more data"):
         run(Options(data=str(path), workers=2, trainer={"max_steps": 5}))
-
-
-@pytest.fixture(scope="module")
-def saved(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    run(Options(data=str(numbers), checkpoints=str(folder), trainer={"max_steps": 3}))
-    return folder / "last.ckpt"
-
-
-def other_data(tmp_path: Path) -> str:
-    return str(write_webdataset(tmp_path / "other", {"train": records_of(lengths(200, most=80, seed=9))}))
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"packing": PackingPolicy(capacity=32, buffer_size=16, multiple=4)}, "packing.capacity: 64 in the checkpoint, 32 now"),
-        (
-            {"packing": PackingPolicy(capacity=64, buffer_size=8, multiple=4)},
-            "packing.buffer_size: 16 in the checkpoint, 8 now",
-        ),
-        ({"packing": PackingPolicy(capacity=64, buffer_size=16)}, "packing.multiple: 4 in the checkpoint, 1 now"),
-        (
-            {"packing": PackingPolicy(capacity=64, buffer_size=16, multiple=4, algorithm="first_fit_decreasing")},
-            "packing.algorithm: 'best_fit_decreasing' in the checkpoint, 'first_fit_decreasing' now",
-        ),
-        ({"parallel": ParallelLayout(context=4)}, "packing.multiple: 4 in the checkpoint, 8 now"),
-        ({"encoder": NumberEncoder(salt=1)}, "encoder.salt: 0 in the checkpoint, 1 now"),
-        ({"seed": 5}, "seed: 0 in the checkpoint, 5 now"),
-        ({"num_workers": 1}, "num_workers: 0 in the checkpoint, 1 now"),
-        ({"shuffle_buffer_size": 0}, "shuffle_buffer_size: 8 in the checkpoint, 0 now"),
-        ({"path": other_data}, "data: '200 samples in 3 files, sha256"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_changed_setting_is_refused_with_both_values(
-    numbers: Path, tmp_path: Path, saved: Path, change: dict[str, Any], line: str
-) -> None:
-    settings: dict[str, Any] = {
-        "path": str(numbers),
-        "encoder": NumberEncoder(),
-        "packing": PackingPolicy(capacity=64, buffer_size=16, multiple=4),
-        "num_workers": 0,
-        "shuffle_buffer_size": 8,
-        "max_samples_per_sequence": 10,
-    } | change
-    path = settings.pop("path")
-    data = EnergonPackDataModule(path(tmp_path) if callable(path) else path, **settings)
-    state = torch.load(saved, weights_only=True)["EnergonPackDataModule"]
-    data.setup("fit")
-    with pytest.raises(ResumeError, match="cannot continue exactly") as refusal:
-        data.load_state_dict(state)
-    assert line in str(refusal.value)
-    assert str(refusal.value).count(" in the checkpoint, ") == 1, "only what differs is named"
-    assert "Set them back to resume" in str(refusal.value)
-
-
-def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
-    records = [
-        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(20)
-    ]
-    path = write_webdataset(tmp_path / "chats", {"train": records})
-    texts = [f"question {i} answer {i}" for i in range(100)]
-    first = train_tokenizer(texts, vocab_size=300)
-    state = None
-    changed = train_tokenizer(texts, vocab_size=290)
-    template = train_tokenizer(texts, vocab_size=300)
-    template.chat_template = template.chat_template.replace("<|im_start|>", "<|im_start|> ")
-    same = train_tokenizer(texts, vocab_size=300)
-    for tokenizer, names in ((first, []), (same, []), (changed, ["backend", "vocab_size"]), (template, ["template"])):
-        data = EnergonPackDataModule(
-            path, tokenizer=tokenizer, packing=PackingPolicy(capacity=64, buffer_size=4), num_workers=0
-        )
-        data.setup("fit")
-        if state is None:
-            next(iter(data.train_dataloader()))
-            data._progress.count_batch()
-            state = data.state_dict()
-        elif not names:
-            data.load_state_dict(state)
-        else:
-            with pytest.raises(ResumeError, match=r"encoder\.") as refusal:
-                data.load_state_dict(state)
-            lines = [line for line in str(refusal.value).splitlines() if " in the checkpoint, " in line]
-            assert lines
-            assert all(any(name in line for name in names) for line in lines), lines
-
-
-def test_the_refusal_reaches_the_user_through_the_trainer(numbers: Path, saved: Path) -> None:
-    with pytest.raises(ResumeError, match=r"packing\.capacity: 64 in the checkpoint, 32 now"):
-        run(Options(data=str(numbers), policy={"capacity": 32}, resume=str(saved), trainer={"max_steps": 5}))
-
-
-def test_a_folder_that_moved_is_the_same_data(tmp_path: Path) -> None:
-    records = records_of(lengths(60, most=40))
-    here = write_webdataset(tmp_path / "here", {"train": records})
-    base: dict[str, Any] = {"checkpoints": str(tmp_path / "c"), "trainer": {"max_steps": 6}}
-    whole = run(Options(data=str(here), **base))
-    there = here.rename(tmp_path / "there")
-    resumed = run(Options(data=str(there), resume=str(tmp_path / "c" / "step=3.ckpt"), trainer={"max_steps": 6}))
-    assert len(resumed.trained) == 3
-    assert resumed.trained.items() <= whole.trained.items()
-
-
-def test_a_checkpoint_without_a_position_is_refused(numbers: Path, saved: Path, tmp_path: Path) -> None:
-    checkpoint = torch.load(saved, weights_only=True)
-    del checkpoint["EnergonPackDataModule"]
-    torch.save(checkpoint, tmp_path / "foreign.ckpt")
-    with pytest.raises(ResumeError, match=r"holds no position in the data for EnergonPackDataModule"):
-        run(Options(data=str(numbers), resume=str(tmp_path / "foreign.ckpt"), trainer={"max_steps": 5}))
-
-
-def test_validating_a_checkpoint_does_not_move_a_later_fit(numbers: Path, saved: Path) -> None:
-    options = Options(data=str(numbers), trainer={"max_steps": 3, "limit_val_batches": 2})
-    data, module, run_it = datamodule(options), Recorder(), trainer(options)
-    run_it.validate(module, data, ckpt_path=str(saved), verbose=False)
-    assert module.validated[-1]
-    run_it.fit(module, data)
-    assert module.trained == run(Options(data=str(numbers), trainer={"max_steps": 3})).trained
 
 
 @pytest.mark.parametrize("workers", [0, 2])

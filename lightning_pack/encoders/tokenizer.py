@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +69,30 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     if not tokenizer.is_fast:
-        return {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+        return _slow_backend(tokenizer)
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     for passing in ("padding", "truncation"):
         state.pop(passing, None)
     return {**state, "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False))}
+
+
+def _slow_backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A tokenizer written in Python: the files that it would save, its settings and its added tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_vocabulary(folder)
+        files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).iterdir()}
+    settings = {
+        name: value
+        for name, value in tokenizer.init_kwargs.items()
+        if isinstance(value, bool | int | float | str) and not name.endswith(("_file", "name_or_path", "chat_template"))
+    }
+    return {
+        "class": type(tokenizer).__name__,
+        "vocab": tokenizer.get_vocab(),
+        "files": files,
+        "settings": settings,
+        "added": {str(number): repr(token) for number, token in tokenizer.added_tokens_decoder.items()},
+    }
 
 
 def _hash(value: Any) -> str:

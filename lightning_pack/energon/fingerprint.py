@@ -5,7 +5,7 @@ Of every file the size, the number of samples and hashes are kept, of growing pa
 * ``ends``: 64 KiB at both ends; all that is read of files in an object store;
 * ``spread``: 16 blocks of 4 KiB, evenly spread (local files);
 * ``index``: the ``.idx`` file beside it (local files; 16 MiB of it at most);
-* ``whole``: all of it, where the local files of a dataset have no more than 256 MiB together (0.2 s at 1.5 GB/s).
+* ``whole``: all of it, where the local files of a dataset have no more than 256 MiB together (about a second).
 
 Two fingerprints are compared by the parts that both have. So in a larger dataset, a change of equal size between the blocks is
 not seen unless it moves a sample, and in an object store one between the ends. Auxiliary media of a metadataset are not read.

@@ -19,6 +19,7 @@ from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.state import FlexState
 
 from lightning_pack.energon.fields import (
+    MOST_COUNT,
     Check,
     StateError,
     count,
@@ -141,7 +142,7 @@ class _Decoder:
         if value:
             self._once(id(value), where)
         if type(value) is not dict:
-            items = [self.decode(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
+            items = [item if _is_small(item) else self.decode(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
             return items if type(value) is list else tuple(items)
         name = value.get(_KIND)
         if name is None:
@@ -186,6 +187,12 @@ class _Decoder:
         if address in self._seen:
             raise damaged(where, "the same part occurs in it twice")
         self._seen.add(address)
+
+
+def _is_small(value: Any) -> bool:
+    """Most of a state are names and numbers of samples; a shortcut for them."""
+    kind = type(value)
+    return (kind is int and 0 <= value <= MOST_COUNT) or (kind is str and len(value) <= MOST_CHARACTERS)
 
 
 def _is_class(key: Any, name: Any) -> bool:

@@ -20,7 +20,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.energon.dataset import StreamOptions, open_share
-from lightning_pack.energon.fields import count, damaged, number, shown
+from lightning_pack.energon.fields import StateError, count, damaged, number, shown
 from lightning_pack.energon.reader import Workers
 from lightning_pack.energon.reading import Reading
 from lightning_pack.energon.stage import HASH_BYTES, StagePosition
@@ -150,7 +150,11 @@ def _reader(dataset: WebdatasetSampleLoaderDataset, state: FlexState, where: str
 
 def _buffer(dataset: SavableSampleBuffer[Any], state: FlexState, where: str, worker: int) -> None:
     for i, key in enumerate(state["_restore_keys"]):
-        _key(dataset.dataset, key, f"{where}._restore_keys[{i}]", worker)
+        try:
+            _key(dataset.dataset, key, where, worker)
+        except StateError:
+            # The place is named for errors only.
+            _key(dataset.dataset, key, f"{where}._restore_keys[{i}]", worker)
 
 
 def _map(dataset: MapDataset[Any, Any], state: FlexState, where: str, worker: int) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.energon.state import FlexState
 
+from lightning_pack.energon.fields import damaged
 from lightning_pack.energon.stage import PackingStage, StagePosition
 from lightning_pack.row import LeftOut, PackedBatch
 
@@ -105,10 +106,14 @@ def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: Stage
         config.worker_activate(number)
         try:
             batch = next(rows, None)
-        except AssertionError as e:
-            if "empty dataset" not in str(e):
+        except (AssertionError, LookupError, TypeError, AttributeError) as e:
+            if "empty dataset" in str(e):
+                raise ValueError("a loader worker has no sample to read: use fewer workers or ranks, or more data") from e
+            if origin is None or number:
                 raise
-            raise ValueError("a loader worker has no sample to read: use fewer workers or ranks, or more data") from e
+            # Energon reads the samples of its buffers again, and says little about what it does not find.
+            last = str(e).strip().splitlines()[-1:] or ["no reason is given"]
+            raise damaged("loader", f"the samples that it names cannot be read again ({last[0][:300]})") from e
         finally:
             config.worker_deactivate()
         if batch is None:
