@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,8 @@ class RankReader:
     def __init__(self, open_worker: OpenWorker, *, workers: Workers, start: Position) -> None:
         assert workers.processes or len(start) == 1
         self._workers: dict[int, WorkerProcess | WorkerHere] = {}
+        # Also where a loader is read by hand and dropped, as one does in a notebook.
+        self._end_workers = weakref.finalize(self, _end, self._workers)
         self._at = dict(start)
         self._turn = deque(worker for worker, _ in start)
         self._ended: list[int] = []
@@ -118,7 +121,11 @@ class RankReader:
 
     def close(self) -> None:
         """End the workers."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
+        self._end_workers()
         self._turn.clear()
+
+
+def _end(workers: dict[int, WorkerProcess | WorkerHere]) -> None:
+    for worker in workers.values():
+        worker.close()
+    workers.clear()
