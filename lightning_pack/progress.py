@@ -55,6 +55,7 @@ class TrainingProgress(RewindingCallback):
         self._random: dict[str, Any] | None = None
         #: Where to go on, from a checkpoint, until training begins.
         self._restored: ResumePoint | None = None
+        self._trainer: pl.Trainer | None = None
         self._running = False
         self._window: _Window | None = None
         self._batch_begun = False
@@ -74,7 +75,7 @@ class TrainingProgress(RewindingCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Prepare for ranks that fail alone."""
-        self._running, self._exception = False, None
+        self._trainer, self._running, self._exception = trainer, False, None
         self.agreement.open()
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -150,7 +151,13 @@ class TrainingProgress(RewindingCallback):
         self._exception = exception
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the datamodule saves the state. But a rank that fails alone must not wait for others for ever."""
+        """Nothing, the datamodule saves the state. But this is the first that Lightning asks of all that are saved.
+
+        Raises:
+            SaveRefusedError: if a run has failed and other ranks do not answer; nobody must wait for them for ever.
+        """
+        if self._trainer is not None:
+            self._catch_up(self._trainer)
         if self._exception is not None and not self.agreement.reached():
             self._refuse(
                 f"another rank does not answer, so no checkpoint can be saved after {type(self._exception).__name__}: "
