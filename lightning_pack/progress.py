@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_pack.agreement import Agreement
 from lightning_pack.energon import ExactLoader
 from lightning_pack.resume import ResumeError
-from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart
+from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
 from lightning_pack.row import PackedBatch
 
 _COUNTS = ("rows", "sources", "real_tokens", "left_out")
@@ -140,7 +140,7 @@ class TrainingProgress(RewindingCallback):
         """The epoch is over, or max_steps are reached within it."""
         end_restart(trainer)
         boundary, self._boundary = self._boundary, None
-        if boundary is not None and not boundary.last:
+        if boundary is not None and not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._cut = boundary.validated()
         if self._window is not None:
             # The module has skipped the rest of the epoch: Lightning drops the gradients of the window.
@@ -178,8 +178,7 @@ class TrainingProgress(RewindingCallback):
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
         """Count the batch in hand if it is trained; a callback before this one may save in on_train_batch_end."""
-        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if not self._batch_begun or not batch.ready == batch.started == batch.processed:
+        if not self._batch_begun or not is_trained(trainer):
             return
         self._batch_begun = False
         self._count()
@@ -260,8 +259,10 @@ class TrainingProgress(RewindingCallback):
 
     def _refuse(self, why: str) -> None:
         if self._exception is not None:
-            # Lightning will not come to the datamodule's own on_exception.
+            # Lightning will not come to end the workers.
             self.loader.stop()
+            assert self._trainer is not None
+            self._trainer.fit_loop.epoch_loop.val_loop.teardown()
         raise SaveRefusedError(why)
 
     def restore(self, state: dict[str, Any]) -> None:

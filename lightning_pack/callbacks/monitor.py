@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from lightning_pack.callbacks.summary import Examples, add_examples, merge_examples, print_summary
 from lightning_pack.metrics import COUNTERS, PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.rewind import in_window
+from lightning_pack.rewind import in_window, is_trained
 from lightning_pack.row import PackedBatch
 
 _STATE_VERSION = 1
@@ -255,9 +255,8 @@ class PackingMonitor(Callback):
         rewound = None if trainer is None else in_window(trainer)
         if rewound and self._boundary is not None:
             counts = self._boundary
-        elif rewound is False and isinstance(self._uncounted, PackedBatch):
+        elif trainer is not None and rewound is False and isinstance(self._uncounted, PackedBatch) and is_trained(trainer):
             # Another callback saves in on_train_batch_end, before this one has counted.
-            assert trainer is not None
             counter = self._new_metrics(trainer).to(counts.device)
             counter.update(self._uncounted)
             counts, logs = counts + counter.counts, _logs_now(trainer, trainer.lightning_module)
