@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_pack.agreement import Agreement
 from lightning_pack.energon import ExactLoader
 from lightning_pack.resume import ResumeError
-from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart
+from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
 from lightning_pack.row import PackedBatch
 
 _COUNTS = ("rows", "sources", "real_tokens", "left_out")
@@ -55,6 +55,7 @@ class TrainingProgress(RewindingCallback):
         self._random: dict[str, Any] | None = None
         #: Where to go on, from a checkpoint, until training begins.
         self._restored: ResumePoint | None = None
+        self._trainer: pl.Trainer | None = None
         self._running = False
         self._window: _Window | None = None
         self._batch_begun = False
@@ -74,7 +75,7 @@ class TrainingProgress(RewindingCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Prepare for ranks that fail alone."""
-        self._running, self._exception = False, None
+        self._trainer, self._running, self._exception = trainer, False, None
         self.agreement.open()
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -140,7 +141,7 @@ class TrainingProgress(RewindingCallback):
         """The epoch is over, or max_steps are reached within it."""
         end_restart(trainer)
         boundary, self._boundary = self._boundary, None
-        if boundary is not None and not boundary.last:
+        if boundary is not None and not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._cut = boundary.validated()
         if self._window is not None:
             # The module has skipped the rest of the epoch: Lightning drops the gradients of the window.
@@ -156,7 +157,13 @@ class TrainingProgress(RewindingCallback):
         self._exception = exception
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the datamodule saves the state. But a rank that fails alone must not wait for others for ever."""
+        """Nothing, the datamodule saves the state. But this is the first that Lightning asks of all that are saved.
+
+        Raises:
+            SaveRefusedError: if a run has failed and other ranks do not answer; nobody must wait for them for ever.
+        """
+        if self._trainer is not None:
+            self._catch_up(self._trainer)
         if self._exception is not None and not self.agreement.reached():
             self._refuse(
                 f"another rank does not answer, so no checkpoint can be saved after {type(self._exception).__name__}: "
@@ -177,8 +184,7 @@ class TrainingProgress(RewindingCallback):
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
         """Count the batch in hand if it is trained; a callback before this one may save in on_train_batch_end."""
-        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if not self._batch_begun or not batch.ready == batch.started == batch.processed:
+        if not self._batch_begun or not is_trained(trainer):
             return
         self._batch_begun = False
         self._count()
@@ -258,8 +264,10 @@ class TrainingProgress(RewindingCallback):
 
     def _refuse(self, why: str) -> None:
         if self._exception is not None:
-            # Lightning will not come to the datamodule's own on_exception.
+            # Lightning will not come to end the workers.
             self.loader.stop()
+            assert self._trainer is not None
+            self._trainer.fit_loop.epoch_loop.val_loop.teardown()
         raise SaveRefusedError(why)
 
     def start_over(self) -> None:

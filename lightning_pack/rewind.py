@@ -202,6 +202,12 @@ def _complete(progress: dict[str, Any]) -> None:
     progress.update(dict.fromkeys(progress, progress["completed"]))
 
 
+def is_trained(trainer: pl.Trainer) -> bool:
+    """Whether the batch in hand has been trained, not just begun, nor skipped by the module's ``on_train_batch_start``."""
+    batch = _numbers(trainer.fit_loop.epoch_loop.batch_progress.current)
+    return bool(batch.ready == batch.started == batch.processed)
+
+
 class RewindingCallback(Callback):
     """A callback that makes checkpoints tell of the last completed optimizer step."""
 

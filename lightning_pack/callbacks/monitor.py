@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from lightning_pack.callbacks.summary import Examples, add_examples, merge_examples, print_summary
 from lightning_pack.metrics import COUNTERS, PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
+from lightning_pack.rewind import in_window, is_trained
 from lightning_pack.row import PackedBatch
 
 _STATE_VERSION = 1
@@ -60,6 +61,10 @@ class PackingMonitor(Callback):
         self._results: dict[str, PackingStats] = {}
         self._examples: dict[str, Examples] = {}
         self._told_left_out = self._told_other_batch = False
+        # Counts at the last step boundary, while batches after it wait for their optimizer step; and a batch that is trained
+        # but not counted yet. A checkpoint of that moment may tell of either.
+        self._boundary: Tensor | None = None
+        self._uncounted: Any = None
         self._window: tuple[float, Tensor] | None = None
         self._paused = 0.0
         self._pause_began = 0.0
@@ -69,12 +74,12 @@ class PackingMonitor(Callback):
         counter = self._new_metrics(trainer)
         if trainer is self._trainer:
             # Another datamodule may have come with this fit; what was counted stays.
-            counter.counts = self._train.counts
+            counter.counts = self._train.counts if self._boundary is None else self._boundary
         else:
             self._trainer = trainer
             self._base = self._logged = [0] * len(COUNTERS)
             self._examples, self._results = {}, {}
-        self._train = counter
+        self._train, self._boundary, self._uncounted = counter, None, None
 
     def _new_metrics(self, trainer: Trainer) -> PackingMetrics:
         datamodule = getattr(trainer, "datamodule", None)
@@ -121,10 +126,19 @@ class PackingMonitor(Callback):
         self._train.to(pl_module.device)
         self._window = None
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the counts of the last step boundary."""
+        if self._boundary is None:
+            self._boundary = self._train.counts.clone()
+        self._uncounted = batch
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count a batch that was trained on, and log at the trainer's interval."""
+        self._uncounted = None
+        if not trainer.fit_loop._should_accumulate():
+            self._boundary = None
         if self._count(self._train, "train", batch) and batch.left_out and not self._told_left_out:
             self._told_left_out = True
             gone = batch.left_out[0]
@@ -134,6 +148,10 @@ class PackingMonitor(Callback):
             self._log(pl_module)
         elif self._window is None:
             self._restart_clock()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No step goes over the end of an epoch."""
+        self._boundary = self._uncounted = None
 
     def _log(self, pl_module: LightningModule) -> None:
         started = self._window
@@ -232,12 +250,24 @@ class PackingMonitor(Callback):
             print_summary({stage: self._results[stage] for stage in stages}, examples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Global counts as plain numbers. A collective: Lightning calls it on every rank and writes what rank 0 returns."""
-        total = self._total(self._sum_over_ranks(self._train.counts))
+        """Global counts as plain numbers. A collective: Lightning calls it on every rank and writes what rank 0 returns.
+
+        They are those of the position in the data, where the datamodule takes that back to the last optimizer step.
+        """
+        trainer, counts, logs = self._trainer, self._train.counts, False
+        rewound = None if trainer is None else in_window(trainer)
+        if rewound and self._boundary is not None:
+            counts = self._boundary
+        elif trainer is not None and rewound is False and isinstance(self._uncounted, PackedBatch) and is_trained(trainer):
+            # Another callback saves in on_train_batch_end, before this one has counted.
+            counter = self._new_metrics(trainer).to(counts.device)
+            counter.update(self._uncounted)
+            counts, logs = counts + counter.counts, _logs_now(trainer, trainer.lightning_module)
+        total = self._total(self._sum_over_ranks(counts))
         return {
             "version": _STATE_VERSION,
             "total": dict(zip(COUNTERS, total, strict=True)),
-            "logged": dict(zip(COUNTERS, self._logged, strict=True)),
+            "logged": dict(zip(COUNTERS, total if logs else self._logged, strict=True)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
