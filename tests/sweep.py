@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
 from itertools import product
@@ -233,11 +233,18 @@ def saver(case: Case, folder: Path, draw: random.Random) -> pl.Callback:
 
 
 def fit(
-    plan: Plan, data: str, *, ranks: int, callbacks: list[pl.Callback], stop: Stop | None, resume: str | None
+    plan: Plan,
+    data: str,
+    *,
+    ranks: int,
+    callbacks: list[pl.Callback],
+    stop: Stop | None,
+    resume: str | None,
+    new: Callable[[], Piece] = Piece,
 ) -> tuple[Piece, EnergonPackDataModule, bool]:
     """Train; whether the run came to its end."""
     pl.seed_everything(1, verbose=False)
-    module = Piece()
+    module = new()
     module.stop = stop
     torch.manual_seed((99 if resume else 10) + int(os.environ.get("RANK", "0")))
     datamodule = EnergonPackDataModule(
@@ -271,9 +278,8 @@ def fit(
     return module, datamodule, True
 
 
-def _no_differences(piece: Piece, whole: Piece, *, checkpoint: str | None, before: int) -> int:
+def no_differences(got: list[Any], expected: list[Any], *, checkpoint: str | None, before: int) -> int:
     """Check that a piece did what the whole run did from some entry on; the number of the entry after its last."""
-    expected, got = whole.journal, piece.journal
     if not got:
         return before
     assert got[0] in expected, f"the piece begins with {got[0]}, which the whole run never did"
@@ -312,7 +318,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         piece, datamodule, ended = fit(plan, data, ranks=case.ranks, callbacks=callbacks, stop=stop, resume=checkpoint)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        reached = _no_differences(piece, whole, checkpoint=checkpoint, before=reached)
+        reached = no_differences(piece.journal, whole.journal, checkpoint=checkpoint, before=reached)
         resumes += checkpoint is not None
         if ended:
             assert reached == len(whole.journal), f"the run ends early, {whole.journal[reached]} should follow"
