@@ -27,6 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
+from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.conftest import faulty_records
@@ -65,6 +66,19 @@ class _Lines:
         os.write(self._file, json.dumps(entry).encode() + b"\n")
 
 
+def _slow_disk() -> None:
+    """Checkpoints take as long to write as large ones do."""
+
+    def write(self: LocalFileOpener, data: bytes) -> int:
+        for part in range(0, len(data), step := len(data) // 20 + 1):
+            self.f.write(data[part : part + step])
+            self.f.flush()
+            time.sleep(0.002)
+        return len(data)
+
+    LocalFileOpener.write = write
+
+
 def _read(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -73,6 +87,7 @@ def _train(
     plan: Plan, data: str, *, folder: Path, journal: Path, callbacks: list[pl.Callback], resume: str | None, megabytes: int
 ) -> None:
     """Train, as a process's whole life; its result is a file."""
+    _slow_disk()
     new = partial(Written, journal, megabytes=megabytes)
     module, datamodule, _ = fit(plan, data, ranks=1, callbacks=callbacks, stop=None, resume=resume, new=new)
     counts = datamodule._progress.counts  # type: ignore[union-attr]
@@ -155,7 +170,8 @@ class Series:
         self.copies = draw.random() < 0.5 and ELSEWHERE.is_dir()
         self.keep = draw.choice([{"save_top_k": -1}, {"save_top_k": 1}, {"save_top_k": 1, "save_last": True}])
         self.every = draw.choice([1, 2])
-        self.megabytes = draw.choice([0, 16, 48])
+        # A copy is made in one go, so it must be large to be caught in between.
+        self.megabytes = 48 if self.copies else draw.choice([0, 4])
 
     def __str__(self) -> str:
         settings = (self.number, self.plan, self.keep, f"every {self.every}", f"{self.megabytes} MB", f"copies {self.copies}")
@@ -328,6 +344,7 @@ class Series:
         while time.monotonic() < until and _alive(psutil.Process(pid)):
             # In the temporary file, or in the copy to its place.
             if _size(checkpoints) > size if copied else any(temporary.iterdir()):
+                _sleep_while_alive(pid, 0.0 if copied else self.draw.uniform(0, 0.04))
                 return
             size = min(size, _size(checkpoints))
 
