@@ -1,4 +1,4 @@
-"""Training processes and loader workers killed at any moment, also while a checkpoint is written: ``python -m tests.sweep --kills``.
+"""Training processes and loader workers killed at any moment: ``python -m tests.sweep --kills 200``.
 
 A series is one training that is killed again and again, each time resumed from the newest checkpoint that can be read. All that
 its processes did is compared with what a process did that was left alone.
@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.conftest import faulty_records
 from tests.numbers_data import lengths, records_of, write_webdataset
-from tests.sweep import Piece, Plan, fit, no_differences
+from tests.sweep import Piece, Plan, fit, no_differences, steps_in
 
 KILLS_PER_SERIES = 12
 #: A folder on another filesystem than the checkpoints.
@@ -155,7 +155,7 @@ class Series:
         draw, number = self.draw, self.number
         self.workers = number % 4
         self.accumulate = draw.choice([1, 1, 4])
-        schedule = {
+        schedule: dict[str, Any] = {
             0: {"max_steps": 36, "max_epochs": -1},
             1: {"max_epochs": 9, "limit_train_batches": 4 if self.accumulate == 1 else 14},
             2: {"max_epochs": -1},
@@ -187,7 +187,7 @@ class Series:
                 return
             reached, left, had, number = 0, self.kills, False, 0
             while True:
-                checkpoint = self._newest_readable(checkpoints)
+                checkpoint, step = self._newest_readable(checkpoints)
                 had = had or checkpoint is not None
                 if had and checkpoint is None:
                     self.faults.append(f"{self}: no checkpoint can be read any more: {sorted(checkpoints.iterdir())}")
@@ -214,7 +214,7 @@ class Series:
                 ended = self._kill(pid, journal, temporary, kind=None if left == 0 else self._kind())
                 left -= not ended and left > 0
                 try:
-                    reached = no_differences(_read(journal), whole["journal"], checkpoint=checkpoint, before=reached)
+                    reached = no_differences(_read(journal), whole["journal"], step=step, before=reached)
                 except AssertionError as e:
                     self.faults.append(f"{self}, process {number}, from {checkpoint}: {e}")
                     return
@@ -270,16 +270,16 @@ class Series:
             self.faults.append(f"{self}: the run ends early, {whole['journal'][reached]} should follow")
         self.faults += [f"{self}: other {name} at the end" for name, value in self._result().items() if whole[name] != value]
 
-    def _newest_readable(self, folder: Path) -> str | None:
+    def _newest_readable(self, folder: Path) -> tuple[str | None, int | None]:
         for path in sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
             try:
-                torch.load(path, weights_only=True)
+                step = steps_in(path)
             except Exception:
                 self.counts["truncated checkpoints"] += 1
                 path.unlink()
             else:
-                return str(path)
-        return None
+                return str(path), step
+        return None, None
 
     def _kind(self) -> str:
         return self.draw.choice(["main", "main", "writing", "worker" if self.workers else "main"])
@@ -295,13 +295,13 @@ class Series:
             began = time.monotonic()
             victim.kill()
             code = _wait(pid, SECONDS_TO_END)
-            self.counts["workers killed"] += 1
+            # A worker that had nothing more to give is not missed.
+            self.counts["workers killed" if code else "workers killed that had given everything"] += 1
             self.slowest = max(self.slowest, time.monotonic() - began)
             if code is None:
                 self.faults.append(f"{self}: a run goes on {SECONDS_TO_END} seconds after its worker was killed")
                 process.kill()
                 os.waitpid(pid, 0)
-            # A worker that had nothing more to give is not missed.
             elif code != 0 and "was killed by SIGKILL" not in (said := (self.folder / "log").read_text()[-6000:]):
                 self.faults.append(f"{self}: a killed worker is not named: {said}")
         elif kind is not None:

@@ -142,14 +142,14 @@ class Piece(Recorder):
         self.journal.append(("epoch", self._counts()))
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        stops = self.stop is not None and self.stop.now(self)
-        if stops and self.stop.early:
-            self.stop()
+        stop = self.stop if self.stop is not None and self.stop.now(self) else None
+        if stop is not None and stop.early:
+            stop()
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.journal.append(("batch", self._counts(), batch_idx, digest(batch), rate))
         loss = self.loss(batch)
-        if stops and not self.stop.early:
-            self.stop()
+        if stop is not None and not stop.early:
+            stop()
         return loss
 
     def on_validation_epoch_end(self) -> None:
@@ -278,8 +278,18 @@ def fit(
     return module, datamodule, True
 
 
-def no_differences(got: list[Any], expected: list[Any], *, checkpoint: str | None, before: int) -> int:
-    """Check that a piece did what the whole run did from some entry on; the number of the entry after its last."""
+def no_differences(got: list[Any], expected: list[Any], *, step: int | None, before: int) -> int:
+    """Check that a piece did what the whole run did from some entry of its journal on.
+
+    Args:
+        got: the piece's journal.
+        expected: that of the whole run.
+        step: optimizer steps in the checkpoint from which the piece went on; None if there was none.
+        before: number of the entry before which the piece must begin.
+
+    Returns:
+        The number of the entry after its last.
+    """
     if not got:
         return before
     assert got[0] in expected, f"the piece begins with {got[0]}, which the whole run never did"
@@ -288,13 +298,17 @@ def no_differences(got: list[Any], expected: list[Any], *, checkpoint: str | Non
         assert a == b, f"{a} instead of {b}"
     assert start + len(got) <= len(expected), f"the piece goes on after the end, with {got[len(expected) - start]}"
     assert start <= before, f"{expected[before]} and what follows is missing"
-    if checkpoint is None:
+    if step is None:
         assert start == 0
     elif first := next((entry for entry in got if entry[0] == "batch"), None):
-        # Not a batch more is repeated than since the last step of the optimizer.
-        step = torch.load(checkpoint, weights_only=True)["global_step"]
-        assert first == next(entry for entry in expected if entry[0] == "batch" and entry[1][0] == step)
+        due = next(entry for entry in expected if entry[0] == "batch" and entry[1][0] == step)
+        assert first == due, f"batches are repeated from {first}, though the checkpoint's last step is before {due}"
     return start + len(got)
+
+
+def steps_in(checkpoint: str | Path) -> int:
+    """Optimizer steps in a checkpoint that can be read."""
+    return torch.load(checkpoint, weights_only=True)["global_step"]
 
 
 def _all_ranks_here() -> None:
@@ -311,6 +325,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         wholes[plan] = module, datamodule._progress.counts  # type: ignore[union-attr]
     whole, counts = wholes[plan]
     checkpoint: str | None = None
+    step: int | None = None
     reached = resumes = in_window = 0
     for number in range(case.resumes + 1):
         its_folder = folder / str(number)
@@ -322,7 +337,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         callbacks = [] if last else [saver(case, its_folder, draw)]
         piece, datamodule, ended = fit(plan, data, ranks=case.ranks, callbacks=callbacks, stop=stop, resume=checkpoint)
         _all_ranks_here()
-        reached = no_differences(piece.journal, whole.journal, checkpoint=checkpoint, before=reached)
+        reached = no_differences(piece.journal, whole.journal, step=step, before=reached)
         resumes += checkpoint is not None
         if ended:
             assert reached == len(whole.journal), f"the run ends early, {whole.journal[reached]} should follow"
@@ -334,6 +349,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         found = sorted(its_folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
         if found:
             checkpoint = str(draw.choice(found) if ended else found[-1])
+            step = steps_in(checkpoint)
         if last:
             assert ended
         elif checkpoint is None:
@@ -467,11 +483,10 @@ def main() -> int:
     for line in wrong:
         print("MISMATCH", Case(**line["case"]), line["mismatch"], line.get("trace", ""), sep="\n")
     impossible = len([*product(*AXES.values())]) - len(matrix())
+    resumes, in_window, hangs = (sum(line.get(name, 0) for line in said) for name in ("resumes", "in_window", "hang"))
     print(
-        f"{len(said)} combinations of {len(matrix())} ({impossible} more do not exist), "
-        f"{sum(line.get('resumes', 0) for line in said)} resumes, {sum(line.get('in_window', 0) for line in said)} stops within "
-        f"an accumulation window, {len(wrong)} mismatches, {sum(line.get('hang', False) for line in said)} hangs, "
-        f"{time.monotonic() - began:.0f} seconds"
+        f"{len(said)} combinations of {len(matrix())} ({impossible} more do not exist), {resumes} resumes, {in_window} stops "
+        f"within an accumulation window, {len(wrong)} mismatches, {hangs} hangs, {time.monotonic() - began:.0f} seconds"
     )
     return bool(wrong)
 
