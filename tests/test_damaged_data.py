@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_pack import PackedBatch
-from lightning_pack.energon.reading import DamagedDataError
+from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.resume import ResumeError
 from tests.numbers_data import same_batch
 from tests.test_exact_position import Run, through_a_file

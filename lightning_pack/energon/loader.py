@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_pack.energon.dataset import StreamOptions, open_share
+from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.reader import Position, RankReader, WorkerPosition, Workers
-from lightning_pack.energon.stage import StagePosition
 from lightning_pack.energon.state import from_plain, to_plain
 from lightning_pack.row import LeftOut, PackedBatch
 

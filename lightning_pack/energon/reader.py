@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from lightning_pack.energon.stage import PackingStage, StagePosition
+from lightning_pack.energon.position import StagePosition
+from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import End, Whereabouts, WorkerHere, WorkerProcess
 from lightning_pack.row import LeftOut, PackedBatch
 

@@ -13,7 +13,7 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, Web
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from lightning_pack.energon.outage import StorageError
-from lightning_pack.energon.stage import DamagedDataError
+from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.row import EncodedSource
 

@@ -1,84 +1,23 @@
-"""The last stages of a worker's stream: sources -> buffer -> packs -> rows, with a position that costs nothing to note.
-
-The position after a row is the state of the stages below from before the buffer was filled, and the number of its packs that
-were emitted since. Whoever starts from it fills the same buffer again and leaves those packs out, so that a start from a
-position takes as long as a start from the beginning, and the buffer itself is never stored.
-
-That holds while the data is the same. If a part of it cannot be read any more, the buffer is another one: hashes of the sources
-tell, and those that were emitted are passed over one by one, wherever they come now.
-"""
+"""The last stages of a worker's stream: sources -> buffer -> packs -> rows, with a position that costs nothing to note."""
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
-import torch
 from megatron.energon import WorkerConfig
 from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
+from lightning_pack.energon.position import Buffer, DamagedDataError, StagePosition, hash_of, hashes
+from lightning_pack.energon.randomness import StreamRandomness
 from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
 
-#: Bytes of the hash of a source.
-HASH_BYTES = 8
 #: So many sources in a row without one that can be trained on end the run.
 MOST_LEFT_OUT_IN_A_ROW = 10_000
-
-
-@dataclass(frozen=True)
-class StagePosition:
-    """Where a stage stands between two rows.
-
-    Args:
-        buffer: number of the buffer whose packs come next.
-        emitted: how many of its packs were emitted.
-        start: state of the stages below before that buffer was filled; the same object for all positions in a buffer.
-        skip: hashes of sources that are passed over while it is filled, :data:`HASH_BYTES` each.
-        given: hashes of the sources that were emitted of it.
-        digest: hash of all its sources in order; none where none was emitted.
-    """
-
-    buffer: int
-    emitted: int
-    start: FlexState
-    skip: bytes = b""
-    given: bytes = b""
-    digest: bytes = b""
-
-
-@dataclass
-class _Buffer:
-    number: int
-    #: State of the stages below before the first source.
-    start: FlexState
-    sources: list[EncodedSource] = field(default_factory=list)
-    #: Markers of sources that are left out; they take no place in the buffer.
-    markers: list[EncodedSource] = field(default_factory=list)
-    #: Hashes of sources to be passed over, since they were emitted before the data was damaged.
-    skip: Counter[bytes] = field(default_factory=Counter)
-    #: What of ``skip`` has not come yet.
-    unmet: Counter[bytes] = field(default_factory=Counter)
-
-    @property
-    def digest(self) -> bytes:
-        """Of the sources, in order."""
-        return _hash(b"".join(map(_hash_of, self.sources)))
-
-    def position(self, emitted: int = 0, given: bytes = b"", digest: bytes = b"") -> StagePosition:
-        """After ``emitted`` packs."""
-        return StagePosition(self.number, emitted, self.start, b"".join(sorted(self.skip.elements())), given, digest)
-
-
-class DamagedDataError(ValueError):
-    """The data is not what it was when it was indexed, or when a checkpoint was saved."""
 
 
 class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
@@ -124,7 +63,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         """Stand at the beginning."""
         self._origin: StagePosition | None = None
         self._position: StagePosition | None = None
-        self._randomness: list[Any] | None = None
+        self._random = StreamRandomness(self.worker_config)
         self._left_out_in_a_row: Counter[str] = Counter()
         #: What was left out of a finite stream in which nothing can be trained on.
         self.orphans: list[LeftOut] = []
@@ -167,8 +106,8 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         """Each pack, with the position after it."""
         origin = self.position
         sources = iter(self.dataset)
-        skip = Counter(_hashes(origin.skip))
-        current = _Buffer(origin.buffer, origin.start, skip=skip, unmet=skip.copy())
+        skip = Counter(hashes(origin.skip))
+        current = Buffer(origin.buffer, origin.start, skip=skip, unmet=skip.copy())
         self._fill(current, sources, upto=self._buffer_size)
         emitted, given = origin.emitted, origin.given
         if emitted and current.digest != origin.digest:
@@ -182,7 +121,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             for i, group in enumerate(groups):
                 if i < emitted:
                     continue
-                given += b"".join(_hash_of(source) for source in group if len(source))
+                given += b"".join(hash_of(source) for source in group if len(source))
                 if ahead is not None and i == len(groups) - 1:
                     yield self._build(group), ahead.position()
                 else:
@@ -195,7 +134,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             current, emitted, given = ahead, 0, b""
         self.orphans = [marker.left_out for marker in current.markers if marker.left_out is not None]
 
-    def _pass_over(self, buffer: _Buffer, given: bytes) -> None:
+    def _pass_over(self, buffer: Buffer, given: bytes) -> None:
         """Take out of a buffer what was emitted when it was another one; what is not in it is passed over when it comes."""
         if not self._repair:
             raise DamagedDataError(
@@ -203,29 +142,29 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
                 "those that the checkpoint was saved with: the data or the encoder has changed. Restore what it was, or set "
                 'on_damaged="skip" to go on with what is left (nothing is trained on twice)'
             )
-        emitted = Counter(_hashes(given))
+        emitted = Counter(hashes(given))
         buffer.skip += emitted
         buffer.unmet += emitted
         buffer.sources = [source for source in buffer.sources if not self._was_emitted(source, buffer)]
 
     @staticmethod
-    def _was_emitted(source: EncodedSource, buffer: _Buffer) -> bool:
-        if not buffer.unmet or not buffer.unmet[_hash_of(source)]:
+    def _was_emitted(source: EncodedSource, buffer: Buffer) -> bool:
+        if not buffer.unmet or not buffer.unmet[hash_of(source)]:
             return False
-        buffer.unmet -= Counter([_hash_of(source)])
+        buffer.unmet -= Counter([hash_of(source)])
         return True
 
-    def _groups(self, buffer: _Buffer) -> list[list[EncodedSource]]:
+    def _groups(self, buffer: Buffer) -> list[list[EncodedSource]]:
         self.worker_config.worker_push_sample_index(buffer.number)
         try:
             return self._select(buffer.sources + buffer.markers)
         finally:
             self.worker_config.worker_pop_sample_index()
 
-    def _fill(self, buffer: _Buffer, sources: Iterator[EncodedSource], *, upto: int) -> None:
+    def _fill(self, buffer: Buffer, sources: Iterator[EncodedSource], *, upto: int) -> None:
         if len(buffer.sources) >= upto:
             return
-        with self._random_numbers(None if buffer.sources or buffer.markers else buffer.number):
+        with self._random.of_buffer(None if buffer.sources or buffer.markers else buffer.number):
             while len(buffer.sources) < upto:
                 source = self._take(sources, buffer)
                 if source is None:
@@ -235,20 +174,20 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
                 elif not self._was_emitted(source, buffer):
                     buffer.sources.append(source)
 
-    def _next(self, current: _Buffer, sources: Iterator[EncodedSource]) -> _Buffer | None:
+    def _next(self, current: Buffer, sources: Iterator[EncodedSource]) -> Buffer | None:
         """The buffer after ``current``, with its first source; markers before that belong to ``current``."""
         while True:
             start = self.dataset.save_state()
-            with self._random_numbers(current.number + 1):
+            with self._random.of_buffer(current.number + 1):
                 source = self._take(sources, current)
             if source is None:
                 return None
             if not self._usable(source):
                 current.markers.append(source)
             elif not self._was_emitted(source, current):
-                return _Buffer(current.number + 1, start, [source], skip=current.unmet, unmet=current.unmet.copy())
+                return Buffer(current.number + 1, start, [source], skip=current.unmet, unmet=current.unmet.copy())
 
-    def _take(self, sources: Iterator[EncodedSource], buffer: _Buffer) -> EncodedSource | None:
+    def _take(self, sources: Iterator[EncodedSource], buffer: Buffer) -> EncodedSource | None:
         source = next(sources, None)
         for marker in self._take_damaged():
             self._usable(marker)
@@ -269,24 +208,6 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             )
         return False
 
-    @contextmanager
-    def _random_numbers(self, buffer: int | None) -> Iterator[None]:
-        """The stream's own global random states, from the beginning of a buffer or from where they were."""
-        outside = [random.getstate(), np.random.get_state(), torch.get_rng_state()]  # noqa: NPY002
-        if buffer is None:
-            assert self._randomness is not None
-            _set_random_states(self._randomness)
-        else:
-            words = np.random.SeedSequence([self.worker_config.worker_seed(), buffer]).generate_state(3)
-            random.seed(int(words[0]))
-            np.random.seed(int(words[1]))  # noqa: NPY002
-            torch.random.default_generator.manual_seed(int(words[2]))
-        try:
-            yield
-        finally:
-            self._randomness = [random.getstate(), np.random.get_state(), torch.get_rng_state()]  # noqa: NPY002
-            _set_random_states(outside)
-
     def len_worker(self, worker_idx: int | None = None) -> int:
         """Samples of a worker: the number of packs is not known before they are packed."""
         return self.dataset.len_worker(worker_idx)
@@ -300,21 +221,3 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             "select": self._function_config(self._select),
             "dataset": self.dataset.config(),
         }
-
-
-def _hash_of(source: EncodedSource) -> bytes:
-    return _hash(f"{len(source)} {source.key}".encode())
-
-
-def _hash(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
-
-
-def _hashes(joined: bytes) -> list[bytes]:
-    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
-
-
-def _set_random_states(states: list[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    torch.set_rng_state(states[2])

@@ -21,9 +21,9 @@ from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.energon.dataset import StreamOptions, open_share
 from lightning_pack.energon.fields import StateError, count, damaged, number, shown
+from lightning_pack.energon.position import HASH_BYTES, StagePosition
 from lightning_pack.energon.reader import Workers
 from lightning_pack.energon.reading import Reading
-from lightning_pack.energon.stage import HASH_BYTES, StagePosition
 from lightning_pack.energon.state import MOST_BYTES, from_plain
 from lightning_pack.energon.worker import Whereabouts
 

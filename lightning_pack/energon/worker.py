@@ -28,7 +28,8 @@ import torch
 from megatron.energon.state import FlexState
 
 from lightning_pack.energon.fields import damaged
-from lightning_pack.energon.stage import PackingStage, StagePosition
+from lightning_pack.energon.position import StagePosition
+from lightning_pack.energon.stage import PackingStage
 from lightning_pack.row import LeftOut, PackedBatch
 
 #: Rows that a worker holds ready.
