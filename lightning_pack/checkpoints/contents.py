@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +167,13 @@ def _data_state(name: str, state: Any) -> DataState:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     version = state.get("version") if type(state) is dict else None
-    known = {"datamodule": name, "version": version if type(version) is int else None, "bytes": buffer.tell()}
+    made = DataState(datamodule=name, version=version if type(version) is int else None, bytes=buffer.tell())
     try:
-        return DataState(**known, position=_position(state))
+        return replace(made, position=_position(state))
     except ResumeError:
-        return DataState(**known, problem=f"it has another form than this release reads, which is version {STATE_VERSION}")
+        return replace(made, problem=f"it has another form than this release reads, which is version {STATE_VERSION}")
     except StateError as e:
-        return DataState(**known, problem=str(e))
+        return replace(made, problem=str(e))
 
 
 def _position(state: Any) -> Position:

@@ -6,7 +6,6 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,7 @@ def content_file(path: Path) -> Path:
         if (path / META).is_file():
             return path / META
         if is_sharded(path):
-            raise UnreadableCheckpointError(
-                f"{path} is a sharded checkpoint without its {META}, so its writing was cut off.{_way_out(path)}"
-            )
+            raise UnreadableCheckpointError(f"{path} is a sharded checkpoint without its {META}, so its writing was cut off")
         raise UnreadableCheckpointError(f"{path} is a folder that holds no {META}, so it is no checkpoint that Lightning wrote")
     if not path.exists():
         raise UnreadableCheckpointError(f"there is no checkpoint at {str(path)!r}")
@@ -50,24 +47,37 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else (path,)) if file.is_file())
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, *, others: bool = True) -> dict[str, Any]:
     """What a checkpoint holds. No code of the file is run, and weights stay on disk until they are looked at.
+
+    Args:
+        path: file, or folder of a sharded checkpoint.
+        others: whether errors name another checkpoint of the folder that can be read.
 
     Raises:
         UnreadableCheckpointError: naming the file, what is wrong with it, and the newest other one that can be read.
         OSError: if the file may not be read.
     """
+    try:
+        return _read(path)
+    except UnreadableCheckpointError as e:
+        if others and path.exists():
+            raise UnreadableCheckpointError(f"{e}.{_way_out(path)}") from e.__cause__
+        raise
+
+
+def _read(path: Path) -> dict[str, Any]:
     file = content_file(path)
     try:
         content = _load(file)
     except (PermissionError, FileNotFoundError):
         raise
     except Exception as e:  # torch raises whatever the bytes of the file lead to
-        raise UnreadableCheckpointError(f"{_why(file, e)}{_way_out(path)}") from e
+        raise UnreadableCheckpointError(_why(file, e)) from e
     if not isinstance(content, dict):
         raise UnreadableCheckpointError(f"{file} holds a {type(content).__name__}, so it is no checkpoint that Lightning wrote")
     if path.is_dir() and not (path / ".metadata").is_file():
-        raise UnreadableCheckpointError(f"{path} holds no .metadata, so its weights cannot be read.{_way_out(path)}")
+        raise UnreadableCheckpointError(f"{path} holds no .metadata, so its weights cannot be read")
     return content
 
 
@@ -129,18 +139,13 @@ def _why(file: Path, error: Exception) -> str:
 
 
 def _way_out(path: Path) -> str:
-    for other in _others(path):
-        return f" Take another checkpoint: the newest of this folder that can be read is {other}"
-    return " Take another checkpoint: no other one of this folder can be read"
-
-
-def _others(path: Path) -> Iterator[Path]:
     for other in checkpoints_in(path.parent):
         if other.resolve() == path.resolve():
             continue
         try:
-            content = _load(content_file(other))
-        except Exception:  # not this one, then
+            content = _read(other)
+        except (UnreadableCheckpointError, OSError):
             continue
-        if (isinstance(content, dict) and "state_dict" in content) or other.is_dir():
-            yield other
+        if "lr_schedulers" in content:
+            return f" Take another checkpoint; the newest in this folder that can be read is {other}"
+    return " Take another checkpoint; there is no other in this folder that can be read"

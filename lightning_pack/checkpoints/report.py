@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import localtime, strftime
+from typing import Any
 
 from lightning_pack.checkpoints.contents import Contents, DataState, Position, StreamPlace
-from lightning_pack.checkpoints.file import UnreadableCheckpointError, checkpoints_in
+from lightning_pack.checkpoints.file import UnreadableCheckpointError, checkpoints_in, read_checkpoint
 from lightning_pack.energon.fields import shown
 
 #: Lines of a list that are shown, and streams.
@@ -48,9 +49,8 @@ def _data(data: DataState) -> Iterator[str]:
     )
     if position.point is not None:
         epoch, batch = position.point.epoch, position.point.batch
-        done = f"{_many(epoch, 'epoch')} completed, {_many(batch, 'batch', 'batches')} of the next one"
-        yield f"  next       {done if position.point.next != 'epoch' else _many(epoch, 'epoch') + ' completed'}; "
-        yield f"             a resumed run {_NEXT[position.point.next]}"
+        within = "" if position.point.next == "epoch" else f" and {_many(batch, 'batch', 'batches')} of the next one"
+        yield f"  next       {_many(epoch, 'epoch')}{within} completed; a resumed run {_NEXT[position.point.next]}"
     streams = position.topology.streams
     yield f"  ranks      {_many(position.ranks, 'data-parallel rank')}, num_workers {position.num_workers} on each"
     if position.passes is None:
@@ -100,21 +100,51 @@ def listed(folder: Path) -> Iterator[str]:
     Raises:
         UnreadableCheckpointError: if there is none.
     """
-    found = checkpoints_in(folder)
-    if not found:
-        raise UnreadableCheckpointError(f"{folder} holds no checkpoint (files .ckpt, .pt or .pth, or sharded checkpoints)")
+    found = _found(folder)
     yield f"{folder}: {_many(len(found), 'checkpoint')}, newest first"
     width = max(len(path.name) for path in found)
     for path in found:
         saved = strftime("%Y-%m-%d %H:%M:%S", localtime(path.stat().st_mtime))
-        yield f"  {path.name:{width}}  {saved}  {_line(path)}"
+        contents, problem = _tried(path)
+        yield f"  {_plain(path.name):{width}}  {saved}  {f'CANNOT BE READ: {problem}' if contents is None else _line(contents)}"
 
 
-def _line(path: Path) -> str:
+def overview(folder: Path) -> list[dict[str, Any]]:
+    """The same for JSON: a name, step, rows trained and problem for each.
+
+    Raises:
+        UnreadableCheckpointError: if there is none.
+    """
+    rows = []
+    for path in _found(folder):
+        contents, problem = _tried(path)
+        data = None if contents is None else contents.data
+        rows.append(
+            {
+                "name": path.name,
+                "step": None if contents is None else contents.step,
+                "rows": None if data is None or data.position is None else data.position.counts["rows"],
+                "problem": problem if data is None else data.problem,
+            }
+        )
+    return rows
+
+
+def _found(folder: Path) -> list[Path]:
+    found = checkpoints_in(folder)
+    if not found:
+        raise UnreadableCheckpointError(f"{folder} holds no checkpoint (files .ckpt, .pt or .pth, or sharded checkpoints)")
+    return found
+
+
+def _tried(path: Path) -> tuple[Contents, None] | tuple[None, str]:
     try:
-        contents = Contents.read(path)
+        return Contents.of(read_checkpoint(path, others=False), path), None
     except (UnreadableCheckpointError, OSError) as e:
-        return f"CANNOT BE READ: {str(e).replace(f'{path} ', '', 1).partition(' Take another checkpoint')[0]}"
+        return None, str(e).replace(f"{path} ", "", 1)
+
+
+def _line(contents: Contents) -> str:
     if contents.data is None:
         place = "no position in the data"
     elif contents.data.position is None:
