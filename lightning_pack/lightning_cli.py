@@ -95,6 +95,8 @@ class _ConfigReader(PackCLI):
 
     def _set_seed(self) -> None: ...
 
+    def _add_instantiators(self) -> None: ...
+
     def instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         self.settings: dict[str, Any] = config.trainer.as_dict()

@@ -16,7 +16,7 @@ _MOST_LINES, _MOST_STREAMS = 8, 32
 _NEXT = {
     "epoch": "begins the next epoch",
     "batch": "goes on in the epoch",
-    "validation": "goes on after the last step: validation where it is due, then the epoch",
+    "validation": "runs validation if it is due, then goes on",
     "epoch_end": "ends the epoch",
 }
 
