@@ -1,4 +1,4 @@
-"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, measure a loader.
+"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, look into checkpoints, measure.
 
 ``fit``, ``validate`` and ``test`` are Lightning's command line over
 :class:`~lightning_pack.module.PackedCausalLM` and :class:`~lightning_pack.datamodule.EnergonPackDataModule`, with
@@ -24,6 +24,7 @@ _COMMANDS = {
     "validate": "evaluate on the split val",
     "test": "evaluate on the split test",
     "prepare": "turn a .jsonl file, or Python's own documentation, into a dataset",
+    "inspect": "show what a checkpoint holds, and whether a run would go on from it",
     "bench": "measure what packing gives and costs, as ratios in one run",
 }
 _LIGHTNING = ("fit", "validate", "test")
@@ -68,6 +69,10 @@ def _run(args: list[str]) -> None:
         from lightning_pack.bench import main as bench
 
         bench(args[1:])
+    elif args[0] == "inspect":
+        from lightning_pack.checkpoints.command import main as inspect
+
+        inspect(args[1:])
     elif args[0] in _LIGHTNING:
         from lightning_pack.lightning_cli import run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -36,7 +37,7 @@ from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import SearchLoader, TrainingProgress
 from lightning_pack.restore import first_problem, of_rank, problem_of
-from lightning_pack.resume import NEW_RUN, RESTART, STATE_VERSION, ResumeError, different_settings, plain_settings, topology
+from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings, topology
 from lightning_pack.rewind import SaveRefusedError
 
 
@@ -172,6 +173,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        self._prepare(*self._data_parallel())
+        if stage in (None, "fit"):
+            self._set_up_training()
+
+    def _prepare(self, rank: int, ranks: int) -> None:
         set_retry(self.storage_retry)
         for path in (self.path, self.val_path):
             if path is not None and "://" not in path and not Path(path).exists():
@@ -181,7 +187,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 )
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.rank, self.ranks = self._data_parallel()
+        self.rank, self.ranks = rank, ranks
         self.options = StreamOptions(
             path=self.path,
             encoder=self.encoder,
@@ -192,8 +198,6 @@ class EnergonPackDataModule(pl.LightningDataModule):
             packs_per_batch=self.packs_per_batch,
             on_damaged=self.on_damaged,
         )
-        if stage in (None, "fit"):
-            self._set_up_training()
 
     def _set_up_training(self) -> None:
         trainer = self.trainer
@@ -222,7 +226,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     @property
     def _workers(self) -> Workers:
-        return Workers.of_rank(self.rank, ranks=self.ranks, num_workers=self.num_workers, timeout=self.worker_timeout)
+        return self._workers_of(self.rank)
+
+    def _workers_of(self, rank: int) -> Workers:
+        return Workers.of_rank(rank, ranks=self.ranks, num_workers=self.num_workers, timeout=self.worker_timeout)
 
     def _data_parallel(self) -> tuple[int, int]:
         if self.trainer is not None:
@@ -271,13 +278,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
                     "ends it early: set one of the two"
                 )
             if trainer.ckpt_path is not None and not self._resumed:
-                self._refuse_or_restart(
-                    ResumeError(
-                        f"the checkpoint {str(trainer.ckpt_path)!r} holds no position in the data for "
-                        f"{type(self).__qualname__}: it was saved by another datamodule, or by a subclass of this one, which "
-                        f"keeps it under its own name. {RESTART} {NEW_RUN}"
-                    )
-                )
+                self._refuse_or_restart(ResumeError(no_position(trainer.ckpt_path, type(self))))
             module = trainer.lightning_module
             if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
                 raise ValueError(
@@ -368,17 +369,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             return
         if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
-        problem = first_problem(
-            problem_of(
-                state_dict,
-                settings=self._fingerprint,
-                rank=self.rank,
-                counts=self._progress.counts,
-                options=self.options,
-                workers=self._workers,
-                epochs=self.epochs,
-            )
-        )
+        problem = first_problem(self._problem_of(state_dict, settings=self._fingerprint, ranks=[self.rank]))
         if problem is not None:
             self._refuse_or_restart(problem)
             return
@@ -389,6 +380,27 @@ class EnergonPackDataModule(pl.LightningDataModule):
             )
         self._progress.restore(of_rank(state_dict["ranks"], rank=self.rank, ranks=self.ranks))
         self._resumed = True
+
+    def refusal(self, state: Any, *, ranks: int) -> ValueError | None:
+        """Why ``fit`` on so many data-parallel ranks would not go on from a checkpoint's state, or None if it would.
+
+        For a datamodule without a Trainer. The data is opened, and compared with the state, but no sample is read.
+
+        Args:
+            state: what a checkpoint holds under the name of this class.
+            ranks: data-parallel ranks.
+
+        Raises:
+            ValueError: if the data cannot be opened.
+        """
+        self._prepare(0, ranks)
+        if self.epochs is not None:
+            refuse_endless(self.path, "train")
+        return self._problem_of(state, settings=self._settings(), ranks=range(ranks))
+
+    def _problem_of(self, state: Any, *, settings: dict[str, Any], ranks: Iterable[int]) -> ValueError | None:
+        workers = {rank: self._workers_of(rank) for rank in ranks}
+        return problem_of(state, settings=settings, workers=workers, options=self.options, epochs=self.epochs)
 
     def _refuse_or_restart(self, problem: ValueError) -> None:
         if self.on_mismatch == "error":

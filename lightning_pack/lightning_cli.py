@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, TypeVar
 
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_pack.callbacks import PackedAttention
+from lightning_pack.checkpoints.file import read_checkpoint
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.module import PackedCausalLM
 
@@ -51,8 +57,9 @@ class PackCLI(LightningCLI):
         path = self.config[self.config.subcommand].get("ckpt_path")
         try:
             super()._parse_ckpt_path()
-        except Exception as e:  # torch raises whatever the bytes of the file lead to
-            raise ValueError(f"{path} cannot be read as a checkpoint ({type(e).__name__})") from e
+        except Exception:  # torch raises whatever the bytes of the file lead to
+            read_checkpoint(Path(path))
+            raise
         now = self._model_settings()
         different = [name for name in given if given[name] != now.get(name)]
         if different:
@@ -70,16 +77,62 @@ class PackCLI(LightningCLI):
             if isinstance(e.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None
             raise
+        except Exception as e:
+            path = self.trainer.ckpt_path
+            if path is not None and Path(path).exists() and _while_reading(e):
+                read_checkpoint(Path(path))
+            raise
 
     def _model_settings(self) -> dict[str, Any]:
         settings = self.config[self.config.subcommand].get("model")
         return {} if settings is None else settings.as_dict()
 
 
+class _ConfigReader(PackCLI):
+    """Understands a configuration of ``fit`` and makes nothing but the datamodule."""
+
+    def _parse_ckpt_path(self) -> None: ...
+
+    def _set_seed(self) -> None: ...
+
+    def _add_instantiators(self) -> None: ...
+
+    def instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        self.settings: dict[str, Any] = config.trainer.as_dict()
+        made = self._parser(self.subcommand).instantiate_classes(Namespace(data=config.data))
+        self.datamodule: EnergonPackDataModule = made.data
+
+    def _run_subcommand(self, subcommand: str) -> None: ...
+
+
+def read_config(config: str, overrides: Sequence[str] = ()) -> tuple[EnergonPackDataModule, dict[str, Any]]:
+    """The datamodule that ``fit --config CONFIG`` would make, and the Trainer's settings.
+
+    Args:
+        config: file.
+        overrides: further options of the command line.
+
+    Raises:
+        SystemExit: with 2, for a configuration that ``fit`` would not take.
+        ValueError: for settings of the data that do not fit together.
+    """
+    _quiet()
+    reader = _cli(_ConfigReader, ["fit", "--config", config, *overrides])
+    return reader.datamodule, reader.settings
+
+
 def run(args: list[str]) -> None:
     """Run one of Lightning's commands; ``args[0]`` is its name."""
     _quiet()
-    PackCLI(
+    _cli(PackCLI, args)
+
+
+_CLI = TypeVar("_CLI", bound=PackCLI)
+
+
+def _cli(kind: type[_CLI], args: list[str]) -> _CLI:
+    return kind(
         PackedCausalLM,
         EnergonPackDataModule,
         args=args,
@@ -89,6 +142,11 @@ def run(args: list[str]) -> None:
         parser_kwargs={"prog": "lightning-pack"},
         auto_configure_optimizers=False,
     )
+
+
+def _while_reading(error: Exception) -> bool:
+    """Whether an error was raised while Lightning read a checkpoint."""
+    return any(frame.f_code is _CheckpointConnector.resume_start.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def _quiet() -> None:

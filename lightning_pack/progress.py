@@ -13,11 +13,9 @@ from torch import Tensor
 
 from lightning_pack.agreement import Agreement
 from lightning_pack.energon import ExactLoader
-from lightning_pack.resume import ResumeError
+from lightning_pack.resume import COUNTS, ResumeError
 from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
 from lightning_pack.row import PackedBatch
-
-_COUNTS = ("rows", "sources", "real_tokens", "left_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class TrainingProgress(RewindingCallback):
     def __init__(self, loader: ExactLoader) -> None:
         self.loader = loader
         #: Rows, sources and real tokens trained on by this rank, and sources left out, since the run began.
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.agreement = Agreement()
         #: The random state to go on with, from a checkpoint.
         self._random: dict[str, Any] | None = None
@@ -179,7 +177,7 @@ class TrainingProgress(RewindingCallback):
     def _count(self) -> None:
         batch = self.loader.trained()
         new = (1, len(batch.source_keys), int(batch.cu_seqlens[-1]), len(batch.left_out))
-        for name, more in zip(_COUNTS, new, strict=True):
+        for name, more in zip(COUNTS, new, strict=True):
             self.counts[name] += more
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
@@ -273,7 +271,7 @@ class TrainingProgress(RewindingCallback):
     def start_over(self) -> None:
         """Go to the beginning of the data; whatever else a checkpoint restores goes on."""
         self.loader.restore(None)
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
         self._random = self._restored = self._window = self._boundary = self._cut = None
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,21 +18,17 @@ def problem_of(
     state: Any,
     *,
     settings: Mapping[str, Any],
-    rank: int,
-    counts: Collection[str],
+    workers: Mapping[int, Workers],
     options: StreamOptions,
-    workers: Workers,
     epochs: int | None,
 ) -> ValueError | None:
-    """Why a rank cannot go on from a checkpoint's state, or None if it can.
+    """Why some ranks cannot go on from a checkpoint's state, or None if they can.
 
     Args:
         state: the datamodule's state, or whatever else the checkpoint holds in its place.
         settings: those of this run.
-        rank: data-parallel rank.
-        counts: names of what a rank counts.
+        workers: those of each data-parallel rank that is asked about.
         options: of the stream.
-        workers: those of this rank.
         epochs: passes over the data; None is an endless stream.
     """
     damage_ok = options.on_damaged == "skip"
@@ -41,14 +37,16 @@ def problem_of(
         if refuse_other_settings(state, settings=settings, damage_ok=damage_ok) == "redistribute" and epochs is not None:
             refuse_redistribution(topology(state["settings"]), now)
         for number, saved in enumerate(state["ranks"]):
-            refuse_damaged_rank(saved, counts=counts, where=f"ranks[{number}]")
-        try:
-            mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
-            if mine["point"] is not None:
-                ResumePoint.from_plain(mine["point"])
-        except (TypeError, LookupError, ValueError) as e:
-            raise damaged("ranks", f"what they hold does not fit together ({shown(str(e), 200)})") from e
-        refuse_impossible(mine["loader"], options=options, workers=workers, epochs=epochs, where=f"ranks[{rank}].loader")
+            refuse_damaged_rank(saved, where=f"ranks[{number}]")
+        for rank, its_workers in workers.items():
+            try:
+                mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
+                if mine["point"] is not None:
+                    ResumePoint.from_plain(mine["point"])
+            except (TypeError, LookupError, ValueError) as e:
+                raise damaged("ranks", f"what they hold does not fit together ({shown(str(e), 200)})") from e
+            place = f"ranks[{rank}].loader"
+            refuse_impossible(mine["loader"], options=options, workers=its_workers, epochs=epochs, where=place)
     except (ResumeError, StateError) as e:
         return e
     return None

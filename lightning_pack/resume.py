@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal
@@ -15,6 +15,8 @@ from lightning_pack.energon.state import from_plain
 
 #: Version of the datamodule's state in a checkpoint.
 STATE_VERSION = 2
+#: What each rank counts of what it trained on.
+COUNTS = ("rows", "sources", "real_tokens", "left_out")
 
 NEW_RUN = "Or start a new run; LightningModule.load_from_checkpoint gives it the weights."
 RESTART = "on_mismatch='restart' keeps weights and optimizer and starts the data over."
@@ -25,6 +27,14 @@ _MOST_SHOWN, _MOST_LINES = 120, 60
 
 class ResumeError(ValueError):
     """A checkpoint that cannot be continued exactly with the settings of this run."""
+
+
+def no_position(path: object, datamodule: type) -> str:
+    """The reason to refuse a checkpoint that holds no state of a class of datamodule."""
+    return (
+        f"the checkpoint {str(path)!r} holds no position in the data for {datamodule.__qualname__}: it was saved by another "
+        f"datamodule, or by a subclass of this one, which keeps it under its own name. {RESTART} {NEW_RUN}"
+    )
 
 
 def flat(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
@@ -185,6 +195,28 @@ def _saved_settings(settings: Any) -> dict[str, Any]:
         raise damaged("settings", str(e)) from e
 
 
+def saved_settings(state: Any) -> dict[str, Any]:
+    """The settings that a checkpoint's state holds for.
+
+    Raises:
+        ResumeError: for a state of another version.
+        StateError: if the state is not one that this package writes.
+    """
+    found = state.get("version") if type(state) is dict else None
+    if type(found) is not int or found != STATE_VERSION:
+        raise ResumeError(
+            f"the checkpoint's data position has version {shown(found)}, this package reads version {STATE_VERSION}: resume "
+            f"with the release that wrote it. {RESTART} {NEW_RUN}"
+        )
+    if set(state) != {"version", "settings", "ranks"} or type(state["settings"]) is not dict:
+        raise damaged("its outermost part", "it should hold version, settings and ranks")
+    saved = _saved_settings(state["settings"])
+    ranks = topology(saved).ranks
+    if type(state["ranks"]) is not list or len(state["ranks"]) != ranks:
+        raise damaged("ranks", f"it should hold a list of {ranks}")
+    return saved
+
+
 def refuse_other_settings(
     state: Any, *, settings: Mapping[str, Any], damage_ok: bool = False
 ) -> Literal["same", "redistribute"]:
@@ -197,18 +229,8 @@ def refuse_other_settings(
         ResumeError: naming each setting that differs, with both values; or for a state of another version.
         StateError: if the state is not one that this package writes.
     """
-    found = state.get("version") if type(state) is dict else None
-    if type(found) is not int or found != STATE_VERSION:
-        raise ResumeError(
-            f"the checkpoint's data position has version {shown(found)}, this package reads version {STATE_VERSION}: resume "
-            f"with the release that wrote it. {RESTART} {NEW_RUN}"
-        )
-    if set(state) != {"version", "settings", "ranks"} or type(state["settings"]) is not dict:
-        raise damaged("its outermost part", "it should hold version, settings and ranks")
-    saved = _saved_settings(state["settings"])
+    saved = saved_settings(state)
     before, now = topology(saved), topology(settings)
-    if type(state["ranks"]) is not list or len(state["ranks"]) != before.ranks:
-        raise damaged("ranks", f"it should hold a list of {before.ranks}")
     lines = different_settings(saved, settings, damage_ok=damage_ok)
     verdict: Literal["same", "redistribute"] = "same"
     try:
@@ -220,12 +242,11 @@ def refuse_other_settings(
     return verdict
 
 
-def refuse_damaged_rank(saved: Any, *, counts: Collection[str], where: str) -> None:
+def refuse_damaged_rank(saved: Any, *, where: str) -> None:
     """Check what a rank saved beside the loader's position.
 
     Args:
         saved: an entry of the state's ``ranks``.
-        counts: names of the counts.
         where: what the errors call the entry.
 
     Raises:
@@ -233,7 +254,7 @@ def refuse_damaged_rank(saved: Any, *, counts: Collection[str], where: str) -> N
     """
     for value, names, place in (
         (saved, {"loader", "counts", "random", "point"}, where),
-        (saved.get("counts") if type(saved) is dict else None, set(counts), f"{where}.counts"),
+        (saved.get("counts") if type(saved) is dict else None, set(COUNTS), f"{where}.counts"),
     ):
         if type(value) is not dict or set(value) != names:
             raise damaged(place, f"it should hold {', '.join(sorted(names))}")
