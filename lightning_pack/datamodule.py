@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.agreement import Agreement
@@ -36,9 +35,10 @@ from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import SearchLoader, TrainingProgress
-from lightning_pack.restore import first_problem, of_rank, problem_of
-from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings, topology
-from lightning_pack.rewind import SaveRefusedError
+from lightning_pack.restore import first_problem, gather, of_rank, problem_of
+from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings
+from lightning_pack.topology import topology
+from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -267,24 +267,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """
         trainer = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            if trainer.overfit_batches:  # type: ignore[attr-defined]
-                raise ValueError(
-                    "overfit_batches repeats the same batches every epoch, which an endless stream cannot: use "
-                    "limit_train_batches, or a dataset of a few samples"
-                )
-            if self.epochs is not None and trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"epochs={self.epochs} trains on every source of a pass, limit_train_batches={trainer.limit_train_batches} "
-                    "ends it early: set one of the two"
-                )
+            refuse_to_train(trainer, epochs=self.epochs)
             if trainer.ckpt_path is not None and not self._resumed:
                 self._refuse_or_restart(ResumeError(no_position(trainer.ckpt_path, type(self))))
-            module = trainer.lightning_module
-            if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-                raise ValueError(
-                    f"{type(module).__name__}.training_step takes dataloader_iter, so nobody can tell which batches it trained "
-                    "on: take batch and batch_idx"
-                )
         if self._progress is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
         if trainer is not None and self._progress not in trainer.callbacks:  # type: ignore[attr-defined]
@@ -309,10 +294,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
-        strategy = None if self.trainer is None else self.trainer.strategy
-        # Their forward pass gathers weights from all ranks.
-        together = isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy)
-        everyone = Agreement().everyone if together else None
+        everyone = Agreement().everyone if must_stay_in_step(self.trainer) else None
         return PassLoader(replace(self.options, path=path), workers=self._workers, split=split, everyone=everyone)
 
     def teardown(self, stage: str) -> None:
@@ -339,23 +321,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """The position of every data-parallel rank, and the settings it holds for. Collective: call it on every rank."""
         if self._progress is None:
             return {}
-        mine: dict[str, Any] | str
-        error: Exception | None = None
-        try:
-            mine = self._progress.state(self.trainer)
-        except SaveRefusedError as e:
-            # The others must know, and not wait for this rank.
-            mine, error = str(e), e
-        ranks: list[Any] = [mine]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            everyone: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(everyone, mine)
-            ranks = everyone[:: self.parallel.model_parallel_size]
-            for rank, state in enumerate(everyone):
-                if isinstance(state, str) and error is None:
-                    error = SaveRefusedError(f"no checkpoint is saved, because of rank {rank}: {state}")
-        if error is not None:
-            raise error
+        ranks = gather(partial(self._progress.state, self.trainer))[:: self.parallel.model_parallel_size]
         return {"version": STATE_VERSION, "settings": dict(self._fingerprint), "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from lightning_pack.energon import StreamOptions, Workers, redistribute
 from lightning_pack.energon.fields import StateError, damaged, shown
 from lightning_pack.energon.validity import refuse_impossible
-from lightning_pack.resume import ResumeError, refuse_damaged_rank, refuse_other_settings, refuse_redistribution, topology
-from lightning_pack.rewind import ResumePoint
+from lightning_pack.resume import ResumeError, refuse_damaged_rank, refuse_other_settings, refuse_redistribution
+from lightning_pack.rewind import ResumePoint, SaveRefusedError
+from lightning_pack.topology import topology
 
 
 def problem_of(
@@ -34,7 +35,8 @@ def problem_of(
     damage_ok = options.on_damaged == "skip"
     try:
         now = topology(settings)
-        if refuse_other_settings(state, settings=settings, damage_ok=damage_ok) == "redistribute" and epochs is not None:
+        verdict = refuse_other_settings(state, settings=settings, damage_ok=damage_ok)
+        if verdict == "redistribute" and epochs is not None and len(state["ranks"]) != now.ranks:
             refuse_redistribution(topology(state["settings"]), now)
         for number, saved in enumerate(state["ranks"]):
             refuse_damaged_rank(saved, where=f"ranks[{number}]")
@@ -78,3 +80,27 @@ def of_rank(states: list[dict[str, Any]], *, rank: int, ranks: int) -> dict[str,
             name: value * len(states) // ranks if name in ("batch", "total_batches") else value for name, value in point.items()
         }
     return {"loader": loader, "counts": counts, "random": random, "point": point}
+
+
+def gather(mine: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each rank saves, by rank. Collective; if one cannot save, all of them say so instead of waiting for it.
+
+    Raises:
+        SaveRefusedError: naming the rank and its reason.
+    """
+    saved: dict[str, Any] | str
+    error: Exception | None = None
+    try:
+        saved = mine()
+    except SaveRefusedError as e:
+        saved, error = str(e), e
+    everyone: list[Any] = [saved]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        everyone = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, saved)
+        for rank, state in enumerate(everyone):
+            if isinstance(state, str) and error is None:
+                error = SaveRefusedError(f"no checkpoint is saved, because of rank {rank}: {state}")
+    if error is not None:
+        raise error
+    return everyone

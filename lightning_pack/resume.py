@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isqrt
 from typing import Any, Literal
 
 import torch
 
-from lightning_pack.energon.fields import count, damaged, number, shown, torch_random
+from lightning_pack.energon.fields import count, damaged, shown, torch_random
 from lightning_pack.energon.fingerprint import changed_files, same_index
 from lightning_pack.energon.state import from_plain
+from lightning_pack.topology import RANKS, WORKERS, Topology, many, topology
 
 #: Version of the datamodule's state in a checkpoint.
 STATE_VERSION = 2
@@ -20,7 +19,7 @@ COUNTS = ("rows", "sources", "real_tokens", "left_out")
 
 NEW_RUN = "Or start a new run; LightningModule.load_from_checkpoint gives it the weights."
 RESTART = "on_mismatch='restart' keeps weights and optimizer and starts the data over."
-_RANKS, _WORKERS, _FILES = "data-parallel ranks", "num_workers", "data.files"
+_FILES = "data.files"
 _MOST_FILES_NAMED = 8
 _MOST_SHOWN, _MOST_LINES = 120, 60
 
@@ -72,31 +71,6 @@ def _copied(value: Any, name: str) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class Topology:
-    """How a stream is spread: data-parallel ranks, and loader workers of each."""
-
-    ranks: int
-    workers: int
-
-    @property
-    def streams(self) -> int:
-        """Parts that the data is dealt out to; a rank without workers reads one part itself."""
-        return self.ranks * max(self.workers, 1)
-
-    def legal(self) -> list[str]:
-        """Every topology of as many streams, in words."""
-        small = [n for n in range(1, isqrt(self.streams) + 1) if self.streams % n == 0]
-        return [
-            f"{_many(ranks, 'rank')} x {_many(self.streams // ranks, 'worker')}" + (" or 0" if ranks == self.streams else "")
-            for ranks in sorted({*small, *(self.streams // n for n in small)})
-        ]
-
-
-def _many(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def refuse_other_topology(saved: Topology, now: Topology) -> Literal["same", "redistribute"]:
     """Whether a position of one topology holds for another, and how.
 
@@ -114,8 +88,8 @@ def refuse_other_topology(saved: Topology, now: Topology) -> Literal["same", "re
     legal = saved.legal()
     listed = ", ".join(legal) if len(legal) <= 24 else ", ".join([*legal[:12], "...", *legal[-12:]])
     raise ResumeError(
-        "\n".join(_topology_lines(saved, now))
-        + f"\n  (the data was dealt out to {_many(saved.streams, 'stream')} and would be to {now.streams}; legal: {listed})"
+        "\n".join(saved.differs_from(now))
+        + f"\n  (the data was dealt out to {many(saved.streams, 'stream')} and would be to {now.streams}; legal: {listed})"
     )
 
 
@@ -126,19 +100,7 @@ def refuse_redistribution(saved: Topology, now: Topology) -> None:
         ResumeError: always.
     """
     reason = "  (passes over the data end at another row on other ranks; only an endless stream can be spread anew)"
-    raise _refusal([*_topology_lines(saved, now), reason])
-
-
-def _topology_lines(saved: Topology, now: Topology) -> list[str]:
-    pairs = ((_RANKS, saved.ranks, now.ranks), (_WORKERS, saved.workers, now.workers))
-    return [f"  {name}: {old} in the checkpoint, {new} now" for name, old, new in pairs if old != new]
-
-
-def topology(settings: Mapping[str, Any]) -> Topology:
-    """The topology that settings name."""
-    for name, least, most in ((_RANKS, 1, 100_000), (_WORKERS, 0, 1000)):
-        number(least, most)(settings.get(name), f"settings.{name}")
-    return Topology(settings[_RANKS], settings[_WORKERS])
+    raise _refusal([*saved.differs_from(now), reason])
 
 
 def different_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, damage_ok: bool = False) -> list[str]:
@@ -149,7 +111,7 @@ def different_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, dama
     lines = []
     for name in {**saved, **now}:
         old, new = saved.get(name, "not set"), now.get(name, "not set")
-        if name in (_RANKS, _WORKERS) or old == new:
+        if name in (RANKS, WORKERS) or old == new:
             continue
         if name == _FILES and all(type(files) is list and all(type(f) is str for f in files) for files in (old, new)):
             files = [] if damage_ok and same_index(old, new) else changed_files(old, new)

@@ -18,12 +18,12 @@ from lightning_pack.energon.state import StateError
 from lightning_pack.prepare.tokenizer import train_tokenizer
 from lightning_pack.resume import (
     STATE_VERSION,
-    Topology,
     different_settings,
     plain_settings,
     refuse_other_topology,
     refuse_redistribution,
 )
+from lightning_pack.topology import Topology
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
 from tests.ranks import on_ranks
 from tests.training import Options, Recorder, datamodule, run, trainer

@@ -13,16 +13,9 @@ import torch
 from lightning_pack.checkpoints.file import read_checkpoint, size_of
 from lightning_pack.energon.fields import StateError, count, count_or_none, damaged, number
 from lightning_pack.energon.loader import Standing
-from lightning_pack.resume import (
-    COUNTS,
-    STATE_VERSION,
-    ResumeError,
-    Topology,
-    refuse_damaged_rank,
-    saved_settings,
-    topology,
-)
+from lightning_pack.resume import COUNTS, STATE_VERSION, ResumeError, refuse_damaged_rank, saved_settings
 from lightning_pack.rewind import ResumePoint
+from lightning_pack.topology import Topology, topology
 
 _ENTRIES = {"version", "settings", "ranks"}
 _DATAMODULE = "EnergonPackDataModule"

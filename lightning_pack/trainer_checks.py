@@ -1,0 +1,44 @@
+"""What a Trainer must not ask of the training rows, and whether its ranks must stay in step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+
+def refuse_to_train(trainer: pl.Trainer, *, epochs: int | None) -> None:
+    """Check a Trainer that is about to fit.
+
+    Args:
+        trainer: with its module.
+        epochs: passes over the data; None is an endless stream.
+
+    Raises:
+        ValueError: for settings under which rows would be repeated, left out, or trained on without anyone knowing.
+    """
+    settings: Any = trainer
+    if settings.overfit_batches:
+        raise ValueError(
+            "overfit_batches repeats the same batches every epoch, which a stream cannot: use limit_train_batches, or a "
+            "dataset of a few samples"
+        )
+    if epochs is not None and settings.limit_train_batches != 1.0 and not settings.fast_dev_run:
+        raise ValueError(
+            f"epochs={epochs} trains on every source of a pass, limit_train_batches={settings.limit_train_batches} ends it "
+            "early: set one of the two"
+        )
+    module = trainer.lightning_module
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{type(module).__name__}.training_step takes dataloader_iter, so nobody can tell which batches it trained on: "
+            "take batch and batch_idx"
+        )
+
+
+def must_stay_in_step(trainer: pl.Trainer | None) -> bool:
+    """Whether a forward pass is a collective, because it gathers weights from all ranks."""
+    strategy = None if trainer is None else trainer.strategy
+    return isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy)
