@@ -100,8 +100,9 @@ class _ConfigReader(PackCLI):
     def instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         self.settings: dict[str, Any] = config.trainer.as_dict()
-        made = self._parser(self.subcommand).instantiate_classes(Namespace(data=config.data))
-        self.datamodule: EnergonPackDataModule = made.data
+        parser = LightningArgumentParser()
+        parser.add_lightning_class_args(EnergonPackDataModule, "data")
+        self.datamodule: EnergonPackDataModule = parser.instantiate_classes(Namespace(data=config.data)).data
 
     def _run_subcommand(self, subcommand: str) -> None: ...
 

@@ -76,7 +76,7 @@ def refused(*args: str) -> int:
 def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("--help") == 0
     out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "prepare", "bench"):
+    for command in ("fit", "validate", "test", "prepare", "inspect", "bench"):
         (line,) = (line for line in out.splitlines() if line.split()[:1] == [command])
         assert len(line.split()) > 3
     assert refused() == 2
@@ -85,7 +85,7 @@ def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("train") == 2
-    assert "'train' is no command; the commands are fit, validate, test, prepare, bench" in capsys.readouterr().err
+    assert "'train' is no command; the commands are fit, validate, test, prepare, inspect, bench" in capsys.readouterr().err
 
 
 def test_prepare_passes_options_on_and_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +239,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, config: dict[str, Any], ca
     (tmp_path / "no.ckpt").write_text("hello")
     path = written(config, tmp_path / "a.yaml")
     assert refused("fit", "--config", path, "--ckpt_path", str(tmp_path / "no.ckpt")) == 1
-    assert "no.ckpt cannot be read as a checkpoint" in capsys.readouterr().err
+    assert "no.ckpt is no checkpoint that torch.save wrote" in capsys.readouterr().err
 
 
 def test_bench_compares_in_one_run(tmp_path: Path, config: dict[str, Any]) -> None:
