@@ -8,6 +8,8 @@ Three questions, each about a configuration of ``fit``:
 * ``loader``: sources per second of the packing loader against Energon's plain loader with the same encoder.
 
 Both sides of a ratio are measured in turns and compared by their fastest turn, so that a busy machine hurts both alike.
+
+``lightning-pack bench resume`` asks what the position in a checkpoint costs, see :mod:`lightning_pack.bench.resume`.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-import yaml
-from jsonargparse import ArgumentParser
 
+from lightning_pack.bench import resume
+from lightning_pack.bench.configuration import configured
 from lightning_pack.bench.loading import compare_loader, rows_of
 from lightning_pack.bench.training import compare_lightning, compare_training
-from lightning_pack.datamodule import EnergonPackDataModule
-from lightning_pack.module import PackedCausalLM
 
 COMPARISONS = ("training", "lightning", "loader")
 
 
 def main(args: Sequence[str]) -> None:
     """``lightning-pack bench`` with these arguments."""
+    if args and args[0] == "resume":
+        resume.main(args[1:])
+        return
     parser = argparse.ArgumentParser(
-        prog="lightning-pack bench", description="What packing gives and costs, as ratios in one run."
+        prog="lightning-pack bench",
+        description="What packing gives and costs, as ratios in one run.",
+        epilog="'lightning-pack bench resume' measures what the position in a checkpoint costs.",
     )
     parser.add_argument("-c", "--config", type=Path, required=True, help="a configuration of fit; its model and data are used")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="what to measure (default: all)")
@@ -46,7 +51,7 @@ def main(args: Sequence[str]) -> None:
     for name in ("rows", "sources", "turns"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: at least 1 is needed")
-    model, data = _read(options.config)
+    model, data = configured(options.config)
     data.prepare_data()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -63,17 +68,3 @@ def main(args: Sequence[str]) -> None:
         print(compare_lightning(model, rows, turns=options.turns), flush=True)
     if "loader" in options.only:
         print(compare_loader(data, sources=options.sources, turns=options.turns), flush=True)
-
-
-def _read(config: Path) -> tuple[PackedCausalLM, EnergonPackDataModule]:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(PackedCausalLM, "model")
-    parser.add_class_arguments(EnergonPackDataModule, "data")
-    given = yaml.safe_load(config.read_text())
-    # A schedule depends on a number of steps that is another one here.
-    given.get("model", {}).update(schedule="constant", warmup_steps=0)
-    try:
-        parsed = parser.instantiate_classes(parser.parse_object({name: given[name] for name in ("model", "data")}))
-    except KeyError as e:
-        raise ValueError(f"{config} has no {e}: a configuration of fit, with model and data, is needed") from e
-    return parsed.model, parsed.data

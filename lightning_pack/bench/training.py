@@ -79,7 +79,7 @@ def compare_training(
     ]
 
 
-class _Clock(Callback):
+class Clock(Callback):
     """When each batch began, and when the last ended."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def compare_lightning(module: PackedCausalLM, batches: Sequence[PackedBatch], *,
     assert module.model is not None
     sides: list[list[list[float]]] = [[], []]
     for _ in range(turns + 1):
-        clock = _Clock()
+        clock = Clock()
         trainer = Trainer(
             accelerator="cpu",
             devices=1,

@@ -12,6 +12,7 @@ from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
+from lightning_pack.energon.index import hold_indices
 from lightning_pack.energon.outage import StorageError
 from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.energon.worker import Whereabouts
@@ -56,6 +57,8 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
         self._whereabouts = whereabouts
         self._damaged: list[EncodedSource] = []
         for leaf in _leaves(dataset):
+            for reader in leaf.join_readers:
+                hold_indices(reader)
             # Once as it is iterated, where an exception would end Energon's iterator, and once by key.
             read = leaf._get_sample
             leaf._get_sample = partial(self._read_next, leaf, read)

@@ -27,6 +27,7 @@ from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 from megatron.energon.wrappers import ShuffleBufferDataset
+from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
 from lightning_pack.energon.reading import DamagedSample, OnDamaged, Reading
@@ -91,6 +92,23 @@ def _keep_bad_lines(dataset: Any) -> None:
             return CrudeJsonlDatasetFactory._load_sample(dataset, sample)
 
     dataset._load_sample = load_or_keep
+
+
+def _refill_in_order(buffer: SavableSampleBuffer[Sample]) -> None:
+    """Let a restored buffer read its samples as they lie in the shards, for random access costs more than the samples."""
+    start = buffer.worker_start
+
+    def refill() -> None:
+        if buffer._restore_pending:
+            keys = buffer._restore_keys
+            # A key ends with the number of the sample.
+            order = sorted(range(len(keys)), key=lambda i: keys[i][-1])
+            samples = {i: buffer.restore_sample(keys[i]) for i in order}
+            buffer.buffer.extend(samples[i] for i in range(len(keys)))
+            buffer._restore_pending = False
+        start()
+
+    buffer.worker_start = refill
 
 
 class PackTaskEncoder(DefaultTaskEncoder):
@@ -195,6 +213,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         )
         if self._shuffle_buffer_size > 1:
             dataset = ShuffleBufferDataset(dataset, size=self._shuffle_buffer_size, worker_config=worker_config)
+            _refill_in_order(dataset._active_buffer)
         return super().build_encode_sample(dataset, worker_config=worker_config)
 
     def build_batch(
