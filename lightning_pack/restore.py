@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_pack.energon import StreamOptions, Workers, redistribute
-from lightning_pack.energon.fields import StateError, damaged, shown
-from lightning_pack.energon.validity import refuse_impossible
+from lightning_pack.energon.fields import StateError, damaged
+from lightning_pack.energon.validity import refuse_impossible, refuse_scattered
 from lightning_pack.resume import ResumeError, refuse_damaged_rank, refuse_other_settings, refuse_redistribution, topology
 from lightning_pack.rewind import ResumePoint
 
@@ -42,12 +42,13 @@ def problem_of(
             refuse_redistribution(topology(state["settings"]), now)
         for number, saved in enumerate(state["ranks"]):
             refuse_damaged_rank(saved, counts=counts, where=f"ranks[{number}]")
-        try:
-            mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
-            if mine["point"] is not None:
-                ResumePoint.from_plain(mine["point"])
-        except (TypeError, LookupError, ValueError) as e:
-            raise damaged("ranks", f"what they hold does not fit together ({shown(str(e), 200)})") from e
+            try:
+                if saved["point"] is not None:
+                    ResumePoint.from_plain(saved["point"])
+            except ValueError as e:
+                raise damaged(f"ranks[{number}].point", str(e)) from e
+        refuse_scattered([saved["loader"] for saved in state["ranks"]], streams=now.streams, epochs=epochs)
+        mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
         refuse_impossible(mine["loader"], options=options, workers=workers, epochs=epochs, where=f"ranks[{rank}].loader")
     except (ResumeError, StateError) as e:
         return e
