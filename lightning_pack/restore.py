@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_pack.energon import StreamOptions, Workers, redistribute
-from lightning_pack.energon.fields import StateError, damaged, shown
-from lightning_pack.energon.validity import refuse_impossible
+from lightning_pack.energon.fields import StateError, damaged
+from lightning_pack.energon.validity import refuse_impossible, refuse_scattered
 from lightning_pack.resume import ResumeError, refuse_damaged_rank, refuse_other_settings, refuse_redistribution
 from lightning_pack.rewind import ResumePoint, SaveRefusedError
 from lightning_pack.topology import topology
@@ -40,13 +40,14 @@ def problem_of(
             refuse_redistribution(topology(state["settings"]), now)
         for number, saved in enumerate(state["ranks"]):
             refuse_damaged_rank(saved, where=f"ranks[{number}]")
-        for rank, its_workers in workers.items():
             try:
-                mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
-                if mine["point"] is not None:
-                    ResumePoint.from_plain(mine["point"])
-            except (TypeError, LookupError, ValueError) as e:
-                raise damaged("ranks", f"what they hold does not fit together ({shown(str(e), 200)})") from e
+                if saved["point"] is not None:
+                    ResumePoint.from_plain(saved["point"])
+            except ValueError as e:
+                raise damaged(f"ranks[{number}].point", str(e)) from e
+        refuse_scattered([saved["loader"] for saved in state["ranks"]], streams=now.streams, epochs=epochs)
+        for rank, its_workers in workers.items():
+            mine = of_rank(state["ranks"], rank=rank, ranks=now.ranks)
             place = f"ranks[{rank}].loader"
             refuse_impossible(mine["loader"], options=options, workers=its_workers, epochs=epochs, where=place)
     except (ResumeError, StateError) as e:

@@ -20,6 +20,8 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage as EvaluationSt
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
 
+from lightning_pack.energon.fields import shown
+
 Next = Literal["epoch", "batch", "validation", "epoch_end"]
 
 
@@ -51,11 +53,14 @@ class ResumePoint:
     def __post_init__(self) -> None:
         whole = [f.name for f in fields(self) if f.name not in ("next", "last")]
         if (
-            self.next not in get_args(Next)
+            type(self.next) is not str
+            or self.next not in get_args(Next)
             or not isinstance(self.last, bool)
             or any(type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 2**63 for name in whole)
         ):
-            raise ValueError(f"{self} is no place to go on from")
+            # Read from a checkpoint they may be anything, of any size.
+            words = ", ".join(f"{f.name}={shown(getattr(self, f.name))}" for f in fields(self))
+            raise ValueError(f"{words} is no place to go on from")
 
     def to_plain(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -68,10 +73,10 @@ class ResumePoint:
         Raises:
             ValueError: if it is none.
         """
-        try:
-            return cls(**plain)
-        except TypeError as e:
-            raise ValueError(f"{plain!r} is no place to go on from") from e
+        names = {f.name for f in fields(cls)}
+        if type(plain) is not dict or set(plain) != names:
+            raise ValueError(f"{shown(plain)} does not hold {', '.join(sorted(names))}")
+        return cls(**plain)
 
     @classmethod
     def between_epochs(cls, trainer: pl.Trainer) -> ResumePoint:

@@ -71,8 +71,8 @@ class StateCost:
     def __str__(self) -> str:
         ratios = ", ".join(f"{self.cold and seconds / self.cold:.2f}x {where}" for where, seconds in self.resumed.items())
         return (
-            f"state      {self.sources:5} sources, {self.workers} workers: {self.size:7,} bytes ({self.size / self.buffered:.1f} a "
-            f"buffered source, {self.size / self.limit:.0%} of the limit), saved in {1e3 * self.save:.1f} ms; first row in "
+            f"state      {self.sources:5} sources, {self.workers} workers: {self.size:7,} bytes "
+            f"({self.size / self.buffered:.1f} a buffered source, {self.size / self.limit:.0%} of the limit), saved in {1e3 * self.save:.1f} ms; first row in "
             f"{self.cold:.2f} s cold, resumed {ratios}"
         )
 

@@ -62,14 +62,14 @@ def instance(*types: type, optional: bool = False) -> Check:
     return check
 
 
-def list_of(item: Check, *, least: int = 0, optional: bool = False) -> Check:
-    """A list of at least so many items; None too, where ``optional``."""
+def list_of(item: Check, *, optional: bool = False) -> Check:
+    """A list of such items; None too, where ``optional``."""
 
     def check(value: Any, where: str) -> None:
         if value is None and optional:
             return
-        if type(value) is not list or len(value) < least:
-            raise damaged(where, f"{shown(value)} is no list" + (f" of at least {least}" if least else ""))
+        if type(value) is not list:
+            raise damaged(where, f"{shown(value)} is no list")
         for i, each in enumerate(value):
             item(each, f"{where}[{i}]")
 

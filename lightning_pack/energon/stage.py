@@ -12,6 +12,7 @@ from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
+from lightning_pack.energon.fields import damaged
 from lightning_pack.energon.position import Buffer, DamagedDataError, StagePosition, hash_of, hashes
 from lightning_pack.energon.randomness import StreamRandomness
 from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
@@ -110,7 +111,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         current = Buffer(origin.buffer, origin.start, skip=skip, unmet=skip.copy())
         self._fill(current, sources, upto=self._buffer_size)
         emitted, given = origin.emitted, origin.given
-        if emitted and current.digest != origin.digest:
+        if emitted and (not current.sources or current.digest != origin.digest):
             self._pass_over(current, given)
             self._fill(current, sources, upto=self._buffer_size)
             emitted, given = 0, b""
@@ -118,10 +119,16 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             # The stream goes on at a source or has ended: no marker is left that would find no pack to ride in.
             ahead = self._next(current, sources) if len(current.sources) == self._buffer_size else None
             groups, digest = self._groups(current), current.digest
+            hashed = [b"".join(hash_of(source) for source in group if len(source)) for group in groups]
+            if emitted > len(groups) or given != b"".join(hashed[:emitted]):
+                raise damaged(
+                    f"loader worker {self.worker_config.rank}",
+                    f"{emitted} packs of buffer {current.number} are said to be gone; it has {len(groups)}, of other sources",
+                )
             for i, group in enumerate(groups):
                 if i < emitted:
                     continue
-                given += b"".join(hash_of(source) for source in group if len(source))
+                given += hashed[i]
                 if ahead is not None and i == len(groups) - 1:
                     yield self._build(group), ahead.position()
                 else:
@@ -139,8 +146,8 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         if not self._repair:
             raise DamagedDataError(
                 f"buffer {buffer.number} of loader worker {self.worker_config.rank}: the sources that are read again are not "
-                "those that the checkpoint was saved with: the data or the encoder has changed. Restore what it was, or set "
-                'on_damaged="skip" to go on with what is left (nothing is trained on twice)'
+                "those that the checkpoint was saved with: the data or the encoder has changed, or the checkpoint is damaged. "
+                'Restore what it was, or set on_damaged="skip" to go on with what is left (nothing is trained on twice)'
             )
         emitted = Counter(hashes(given))
         buffer.skip += emitted
@@ -149,9 +156,11 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
 
     @staticmethod
     def _was_emitted(source: EncodedSource, buffer: Buffer) -> bool:
-        if not buffer.unmet or not buffer.unmet[hash_of(source)]:
+        if not buffer.unmet or (found := hash_of(source)) not in buffer.unmet:
             return False
-        buffer.unmet -= Counter([hash_of(source)])
+        buffer.unmet[found] -= 1
+        if not buffer.unmet[found]:
+            del buffer.unmet[found]
         return True
 
     def _groups(self, buffer: Buffer) -> list[list[EncodedSource]]:

@@ -121,7 +121,7 @@ class _Decoder:
         if value is None or kind is bool:
             return value
         if kind is int:
-            # The states of random generators hold unsigned 64-bit numbers at most.
+            # Far more than any count; a setting may be as large.
             if value.bit_length() > 64:
                 raise damaged(where, f"{shown(value)} is too large")
         elif kind is float:

@@ -27,6 +27,39 @@ from lightning_pack.energon.reading import Reading
 from lightning_pack.energon.state import MOST_BYTES, from_plain
 from lightning_pack.energon.worker import Whereabouts
 
+#: A position may pass over so many buffers of sources; a part of the data that gets lost adds one at most.
+MOST_BUFFERS_PASSED_OVER = 64
+
+
+def refuse_scattered(positions: list[Any], *, streams: int, epochs: int | None) -> None:
+    """Check that the states of the ranks' loaders are those of one run: each logical worker once, all in the same pass.
+
+    Args:
+        positions: of all ranks; what ``ExactLoader.state()`` gave, read back from a checkpoint, or anything else.
+        streams: how many logical workers there are over all ranks.
+        epochs: passes over the data; None is an endless stream.
+
+    Raises:
+        StateError: naming the part that is not.
+    """
+    each = streams // len(positions)
+    seen: set[int] = set()
+    for rank, position in enumerate(positions):
+        where = f"ranks[{rank}].loader"
+        _holds(position, {"epoch", "workers"}, where)
+        number(0, epochs or 0)(position["epoch"], f"{where}.epoch")
+        if position["epoch"] != positions[0]["epoch"]:
+            raise damaged(f"{where}.epoch", f"{position['epoch']} passes are done, and {positions[0]['epoch']} on another rank")
+        if type(position["workers"]) is not list or len(position["workers"]) != each:
+            raise damaged(f"{where}.workers", f"it should hold a list of {each}")
+        for i, saved in enumerate(position["workers"]):
+            place = f"{where}.workers[{i}]"
+            _holds(saved, {"worker", "at"}, place)
+            number(0, streams - 1)(saved["worker"], f"{place}.worker")
+            if saved["worker"] in seen:
+                raise damaged(f"{place}.worker", f"worker {saved['worker']} is there twice")
+            seen.add(saved["worker"])
+
 
 def refuse_impossible(
     position: Any, *, options: StreamOptions, workers: Workers, epochs: int | None, where: str = "loader"
@@ -34,7 +67,7 @@ def refuse_impossible(
     """Check the state of an :class:`~lightning_pack.energon.ExactLoader` against the data that it would go on in.
 
     Args:
-        position: what ``ExactLoader.state()`` gave, read back from a checkpoint, or anything else.
+        position: of a rank, which :func:`refuse_scattered` has let through.
         options: of the stream; it is opened, but nothing is read and no worker is started.
         workers: those of this rank.
         epochs: passes over the data; None is an endless stream.
@@ -43,38 +76,36 @@ def refuse_impossible(
     Raises:
         StateError: if no loader could have stood there.
     """
-    _holds(position, {"epoch", "workers"}, where)
-    number(0, epochs or 0)(position["epoch"], f"{where}.epoch")
     epoch = None if epochs is None else position["epoch"]
-    places = position["workers"]
-    if type(places) is not list or len(places) != len(workers.numbers):
-        raise damaged(f"{where}.workers", f"it should hold a list of {len(workers.numbers)}")
-    seen: set[int] = set()
-    for i, saved in enumerate(places):
-        place = f"{where}.workers[{i}]"
-        _holds(saved, {"worker", "at"}, place)
-        worker, at = saved["worker"], saved["at"]
-        number(0, workers.of - 1)(worker, f"{place}.worker")
-        if worker in seen:
-            raise damaged(f"{place}.worker", f"worker {worker} is there twice")
-        seen.add(worker)
+    for i, saved in enumerate(position["workers"]):
+        at, place = saved["at"], f"{where}.workers[{i}].at"
         if at is None:
             continue
         if epoch == epochs and epochs is not None:
-            raise damaged(f"{place}.at", f"all {epochs} passes over the data are said to be done")
-        _holds(at, {f.name for f in fields(StagePosition)}, f"{place}.at")
-        count(at["buffer"], f"{place}.at.buffer")
-        number(0, options.policy.buffer_size)(at["emitted"], f"{place}.at.emitted")
-        for name in ("skip", "given", "digest"):
-            if at[name] is None:
-                continue
-            if type(at[name]) is not bytes or len(at[name]) % HASH_BYTES or len(at[name]) > MOST_BYTES:
-                raise damaged(f"{place}.at.{name}", f"{shown(at[name])} is no row of hashes of {HASH_BYTES} bytes")
-        if len(at["given"] or b"") > HASH_BYTES * options.policy.buffer_size:
-            raise damaged(f"{place}.at.given", f"more sources than a buffer of {options.policy.buffer_size} are there")
-        start = from_plain(at["start"], where=f"{place}.at.start")
-        share = open_share(options, worker, Whereabouts(), split="train", of=workers.of, epoch=epoch)
-        _dataset(share.dataset, start, f"{place}.at.start", 0)
+            raise damaged(place, f"all {epochs} passes over the data are said to be done")
+        _stage(at, options.policy.buffer_size, place)
+        start = from_plain(at["start"], where=f"{place}.start")
+        share = open_share(options, saved["worker"], Whereabouts(), split="train", of=workers.of, epoch=epoch)
+        _dataset(share.dataset, start, f"{place}.start", 0)
+
+
+def _stage(at: Any, buffer_size: int, where: str) -> None:
+    """A :class:`~lightning_pack.energon.stage.StagePosition` in plain containers, but for its ``start``."""
+    _holds(at, {f.name for f in fields(StagePosition)}, where)
+    count(at["buffer"], f"{where}.buffer")
+    number(0, buffer_size)(at["emitted"], f"{where}.emitted")
+    # A pack has a source at least; where none was emitted, nothing is noted of the buffer.
+    for name, least, most in (
+        ("skip", 0, min(MOST_BUFFERS_PASSED_OVER * buffer_size, MOST_BYTES // HASH_BYTES)),
+        ("given", at["emitted"], buffer_size if at["emitted"] else 0),
+        ("digest", min(at["emitted"], 1), min(at["emitted"], 1)),
+    ):
+        hashes = b"" if at[name] is None else at[name]
+        if type(hashes) is not bytes or not least * HASH_BYTES <= len(hashes) <= most * HASH_BYTES or len(hashes) % HASH_BYTES:
+            raise damaged(
+                f"{where}.{name}",
+                f"{shown(at[name])} is no row of {least} to {most} hashes of {HASH_BYTES} bytes, after {at['emitted']} packs",
+            )
 
 
 def _holds(value: Any, names: set[str], where: str) -> None:
@@ -179,6 +210,8 @@ def _blend(dataset: BlendDataset[Any], state: FlexState, where: str, worker: int
     exhausted = state["exhausted"]
     if len(exhausted) != len(dataset.datasets):
         raise damaged(f"{where}.exhausted", f"{len(exhausted)} datasets, and the data has {len(dataset.datasets)}")
+    if all(exhausted):
+        raise damaged(f"{where}.exhausted", "all datasets are said to have ended, and the blend begins again where they have")
     for i, (ended, inner) in enumerate(zip(exhausted, dataset.datasets, strict=True)):
         endless = isinstance(inner, RepeatDataset) and inner.repeats is None
         if ended and endless and inner.dataset.len_worker(worker) > 0:
