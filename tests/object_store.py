@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import signal
 import socket
 import struct
 import subprocess
@@ -105,6 +107,11 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
+def _die_with_parent() -> None:
+    """Even a server that a test has stopped, and a parent that was killed meanwhile."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 class Server:
     """moto's server in a process of its own, with one empty bucket."""
 
@@ -113,7 +120,7 @@ class Server:
         self.log = folder / "moto.log"
         with self.log.open("w") as log:
             command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
         deadline = time.monotonic() + 60
         while True:
             if self.process.poll() is not None or time.monotonic() > deadline:
