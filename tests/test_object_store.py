@@ -36,9 +36,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"),
 ]
-#: Patience for tests: a silent store is noticed within half a second.
-PATIENT = StorageRetry(outage_seconds=20, request_seconds=0.5)
-HASTY = StorageRetry(outage_seconds=1.0, request_seconds=0.5)
+#: Patience for tests: a silent store is noticed soon, and a busy machine is borne.
+PATIENT = StorageRetry(outage_seconds=40, request_seconds=1.5)
+HASTY = StorageRetry(outage_seconds=1)
 
 
 class Store:
@@ -115,15 +115,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Callable[[StorageRetry], None]:
     return have
 
 
-def train_until_read(run: Run, store: Store, mode: str) -> list[PackedBatch]:
-    """Steps until the store was asked in this mode."""
-    given: list[PackedBatch] = []
-    before = store.proxy.seen[mode]
-    while store.proxy.seen[mode] == before:
-        given += run.train(1)
-    return given
-
-
 def train_for_ever(run: Run, given: list[PackedBatch]) -> None:
     while True:
         given += run.train(1)
@@ -179,22 +170,29 @@ def test_an_outage_while_reading_changes_no_batch(
 ) -> None:
     run = Run(store.data, num_workers=workers)
     given = run.train(20)
-    began = time.monotonic()
-    back = store.away(mode, 1.5)
-    if mode == "refused":
-        # Nobody counts connections that are refused: time tells, as batches come at once otherwise.
-        while time.monotonic() - began < 1.5:
-            given += run.train(1)
-    else:
-        given += train_until_read(run, store, mode)
+    before = store.proxy.seen[mode]
+    missed = threading.Event()
+
+    def come_back() -> None:
+        # Nobody counts connections that are refused, but whoever is refused says so.
+        while store.proxy.seen[mode] == before and "trying again" not in caplog.text:
+            time.sleep(0.01)
+        missed.set()
+        time.sleep(1.5)
+        store.proxy.set_mode("pass")
+
+    store.proxy.set_mode(mode)
+    back = threading.Thread(target=come_back)
+    back.start()
+    while not missed.is_set() and len(given) < 80:
+        given += run.train(1)
+    assert missed.wait(10), "reading went on without the store"
     back.join()
     given += run.train(10)
     run.end()
     if workers == 0:
         assert "trying again for" in caplog.text
         assert "msc://flaky/data/numbers/train-" in caplog.text
-    assert len(given) >= 30
-    assert len(given) < 90, "reading went on without the store"
     assert all(map(same_batch, given, on_disk[workers]))
 
 
@@ -211,17 +209,18 @@ def test_an_outage_that_lasts_ends_the_run_in_bounded_time_and_it_resumes(
     after: list[PackedBatch] = []
     with pytest.raises(
         StorageError,
-        match=r"msc://flaky/data/numbers/train-\d+\.tar(\.idx)? failed \d+ times within \d s \(outage_seconds=1\): .*503"
+        match=r"msc://flaky/data/numbers/train-\d+\.tar(\.idx)? failed \d+ times within \d+ s \(outage_seconds=1\): .*503"
         r"(.|\n)*Nothing was skipped: (.|\n)*resume from the last checkpoint(.|\n)*raise outage_seconds",
     ):
         train_for_ever(run, after)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert len(after) < 80
     if workers == 0:
         # Nothing was lost with a worker, so even now the position can be saved.
         later = through_a_file(run.data.state_dict())
     run.data.teardown("fit")
     store.proxy.set_mode("pass")
+    patient(PATIENT)
     resumed = Run(store.data, num_workers=workers, state=state)
     given += resumed.train(15)
     resumed.end()
@@ -401,7 +400,7 @@ def start(options: training.Options) -> subprocess.Popen[str]:
 
 
 def wait_for_steps(process: subprocess.Popen[str], record: Path, steps: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not Path(f"{record}.0").exists() or len(training.read_record(record)) < steps:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
@@ -420,7 +419,8 @@ def test_a_killed_run_resumes_while_the_server_is_coming_back(store: Store, tmp_
         checkpoints=checkpoints,
         record=str(record),
         workers=workers,
-        sleep=0.05,
+        # Slow enough for what is done to it between two steps, even on a busy machine.
+        sleep=0.1,
         trainer=steps,
     )
     process = start(options)
@@ -445,15 +445,17 @@ def test_a_killed_run_resumes_while_the_server_is_coming_back(store: Store, tmp_
 
         listener = threading.Thread(target=listen, daemon=True)
         listener.start()
-        assert goes_on.wait(60), said
+        assert goes_on.wait(120), said
     finally:
         os.kill(store.server.process.pid, signal.SIGCONT)
     wait_for_steps(process, record, killed_at + 3)
-    waited = sum("trying again" in line for line in said)
-    store.away("refused", 2).join()
-    assert process.wait(timeout=60) == 0, said
+    # And it goes away once more, until the run misses it.
+    goes_on.clear()
+    store.proxy.set_mode("refused")
+    assert goes_on.wait(120), "the run has read all it needs before"
+    store.proxy.set_mode("pass")
+    assert process.wait(timeout=120) == 0, said
     listener.join()
-    assert sum("trying again" in line for line in said) > waited, "the outage came too late"
     trained = training.read_record(record)
     assert {batch: set(digests) for batch, digests in trained.items()} == {batch: {d} for batch, d in expected.items()}
     assert len(trained) == 40
