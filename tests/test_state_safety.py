@@ -25,7 +25,6 @@ from lightning_pack.energon.loader import Standing
 from lightning_pack.energon.stage import DamagedDataError
 from lightning_pack.energon.state import MOST_DEPTH, StateError, from_plain, to_plain
 from lightning_pack.energon.validity import MOST_BUFFERS_PASSED_OVER, refuse_scattered
-from lightning_pack.restore import problem_of
 from lightning_pack.resume import ResumeError
 from lightning_pack.rewind import ResumePoint
 from tests.conftest import faulty_records
@@ -61,17 +60,7 @@ class Saved:
         self.state["ranks"][0]["point"] = POINT
 
     def problem(self, state: Any) -> ValueError | None:
-        progress = self.data._progress
-        assert progress is not None
-        return problem_of(
-            state,
-            settings=self.data._fingerprint,
-            rank=0,
-            counts=progress.counts,
-            options=self.data.options,
-            workers=self.data._workers,
-            epochs=self.data.epochs,
-        )
+        return self.data._problem_of(state, settings=self.data._fingerprint, ranks=[0])
 
     @property
     def loader(self) -> Any:
