@@ -13,7 +13,7 @@ SECONDS_TO_ANSWER = 30.0
 class Agreement:
     """Asks all ranks of the default process group, before a collective that would hang if one of them were gone.
 
-    A group of its own (gloo, on the CPU), so that a question which is not answered does not get in the way of anything else.
+    A group of its own (gloo, on the CPU): a question that is not answered ends by itself, and gets in the way of nothing else.
     """
 
     def __init__(self) -> None:
@@ -21,18 +21,20 @@ class Agreement:
         self._default: dist.ProcessGroup | None = None
 
     def open(self) -> None:
-        """Prepare the group; on every rank."""
+        """Prepare the group, on every rank at about the same time."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             self._group = None
         elif self._group is None or self._default is not dist.group.WORLD:
-            self._default, self._group = dist.group.WORLD, dist.new_group(backend="gloo")
+            # monitored_barrier takes its time limit on rank 0 only, so the group has one of its own.
+            limit = timedelta(seconds=SECONDS_TO_ANSWER)
+            self._default, self._group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=limit)
 
     def reached(self) -> bool:
         """Whether all ranks have asked within the limit of time."""
         if self._group is None:
             return True
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=SECONDS_TO_ANSWER))
+            dist.barrier(self._group)
         except RuntimeError:
             return False
         return True

@@ -76,6 +76,7 @@ class TrainingProgress(RewindingCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Prepare for ranks that fail alone."""
         self._trainer, self._running, self._exception = trainer, False, None
+        trainer.strategy.barrier("agreement")
         self.agreement.open()
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -97,6 +98,9 @@ class TrainingProgress(RewindingCallback):
         point, self._restored = self._restored, None
         if point is None:
             return
+        if trainer.fit_loop._data_fetcher is not None:
+            # A batch may have been prefetched before the position was restored.
+            iter(trainer.fit_loop._data_fetcher)
         if point.begin(trainer):
             # Validation may draw random numbers before any hook is called.
             self._continue_random(pl_module)
