@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pack.agreement import Agreement
+from lightning_pack import agreement
 from lightning_pack.energon import ExactLoader
 from lightning_pack.resume import COUNTS, ResumeError
 from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
@@ -48,7 +48,7 @@ class TrainingProgress(RewindingCallback):
         self.loader = loader
         #: Rows, sources and real tokens trained on by this rank, and sources left out, since the run began.
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.agreement = Agreement()
+        self.agreement = agreement.Agreement(seconds=agreement.SECONDS_TO_ANSWER)
         #: The random state to go on with, from a checkpoint.
         self._random: dict[str, Any] | None = None
         #: Where to go on, from a checkpoint, until training begins.
@@ -74,6 +74,7 @@ class TrainingProgress(RewindingCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Prepare for ranks that fail alone."""
         self._trainer, self._running, self._exception = trainer, False, None
+        trainer.strategy.barrier("agreement")
         self.agreement.open()
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -96,6 +97,9 @@ class TrainingProgress(RewindingCallback):
         point, self._restored = self._restored, None
         if point is None:
             return
+        if trainer.fit_loop._data_fetcher is not None:
+            # A batch may have been prefetched before the position was restored.
+            iter(trainer.fit_loop._data_fetcher)
         if point.begin(trainer):
             # Validation may draw random numbers before any hook is called.
             self._continue_random(pl_module)

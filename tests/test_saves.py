@@ -230,7 +230,8 @@ def test_an_exception_or_a_signal_at_any_moment(
     check(numbers, "epochs", whole, tmp_path / "saved.ckpt", workers=workers)
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model")
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=None.* was called without a model")
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=.last.. is set, but there is no last checkpoint")
 def test_an_error_of_the_loader(numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch, fetched = ExactLoader._fetch, [0]
 
@@ -550,7 +551,7 @@ def on_two_ranks(argument: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_ranks(numbers: Path, tmp_path: Path, workers: int) -> None:
     argument = {"data": str(numbers), "workers": workers, "folder": str(tmp_path)}
-    assert on_ranks("tests.test_saves:on_two_ranks", argument, folder=tmp_path / "logs", timeout=120) == [[], []]
+    assert on_ranks("tests.test_saves:on_two_ranks", argument, folder=tmp_path / "logs") == [[], []]
     assert "terminated" in (tmp_path / "logs" / "rank0.log").read_text()
     assert {rank["counts"]["rows"] for rank in torch.load(tmp_path / "terminated.ckpt")["EnergonPackDataModule"]["ranks"]} == {
         10
@@ -559,23 +560,28 @@ def test_two_ranks(numbers: Path, tmp_path: Path, workers: int) -> None:
 
 def alone(argument: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 fails, with an error or within the optimizer's step, while rank 0 goes on."""
-    agreement.SECONDS_TO_ANSWER = 3.0
+    agreement.SECONDS_TO_ANSWER = 10.0
     shape = ENDLESS | {"devices": 2, "strategy": "ddp", "max_steps": 50, "limit_val_batches": 0}
-    options = Options(data=argument["data"], trainer=shape, checkpoints=argument["folder"])
-    began = time.monotonic()
-    callbacks = [Stops("on_before_backward", 6, fault)] if os.environ["RANK"] == "1" else []
+    options = Options(data=argument["data"], trainer=shape, checkpoints=argument["folder"], every_n_steps=2)
+    began = []
+
+    def fail() -> None:
+        began.append(time.monotonic())
+        fault()
+
+    callbacks = [Stops("on_before_backward", 14, fail)] if os.environ["RANK"] == "1" else []
     try:
         journal(options, *callbacks)
     except Exception as e:
-        return {"error": f"{type(e).__name__}: {e}", "seconds": time.monotonic() - began}
+        return {"error": f"{type(e).__name__}: {e}", "seconds": [time.monotonic() - moment for moment in began]}
     return {"error": None}
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_ever(numbers: Path, tmp_path: Path) -> None:
     argument = {"data": str(numbers), "folder": str(tmp_path / "c")}
-    first, second = on_ranks("tests.test_saves:alone", argument, folder=tmp_path / "logs", timeout=100)
+    first, second = on_ranks("tests.test_saves:alone", argument, folder=tmp_path / "logs")
     message = "another rank does not answer, so no checkpoint can be saved"
     assert f"{message} after PlannedError: as planned" in second["error"]
     assert message in first["error"]
-    assert max(first["seconds"], second["seconds"]) < 60
-    assert [p.name for p in (tmp_path / "c").glob("step=*.ckpt")] == ["step=1.ckpt"]
+    assert 9 <= second["seconds"][0] < 60
+    assert [p.name for p in (tmp_path / "c").glob("step=*.ckpt")] == ["step=2.ckpt"]
