@@ -86,9 +86,11 @@ class Clock(Callback):
         self.times: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
+        """A batch begins."""
         self.times.append(time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last batch has ended."""
         self.times.append(time.perf_counter())
 
 
