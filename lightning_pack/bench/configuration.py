@@ -38,7 +38,7 @@ def configured(config: Path) -> tuple[PackedCausalLM, EnergonPackDataModule]:
     return parsed.model, parsed.data
 
 
-def generated(folder: Path, *, sources: int = 10_000) -> tuple[PackedCausalLM, EnergonPackDataModule]:
+def generated(folder: Path, *, sources: int) -> tuple[PackedCausalLM, EnergonPackDataModule]:
     """A model of a million parameters, and texts of long-tailed lengths (median 20 words) with a tokenizer of their own.
 
     Args:

@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_pack.bench.comparison import Comparison
 from lightning_pack.bench.configuration import configured, generated
 from lightning_pack.bench.training import Clock
-from lightning_pack.callbacks import PackedAttention
+from lightning_pack.callbacks import PackedAttention, PackingMonitor
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.module import PackedCausalLM
 
@@ -69,11 +69,11 @@ class StateCost:
         return BYTES_PER_SOURCE * self.buffered + BYTES_PER_WORKER * max(self.workers, 1)
 
     def __str__(self) -> str:
-        ratios = ", ".join(f"{self.cold and seconds / self.cold:.2f}x {where}" for where, seconds in self.resumed.items())
+        ratios = ", ".join(f"{seconds / self.cold:.2f}x {where}" for where, seconds in self.resumed.items())
+        each = f"{self.size / self.buffered:.1f} a buffered source, {self.size / self.limit:.0%} of the limit"
         return (
-            f"state      {self.sources:5} sources, {self.workers} workers: {self.size:7,} bytes "
-            f"({self.size / self.buffered:.1f} a buffered source, {self.size / self.limit:.0%} of the limit), saved in {1e3 * self.save:.1f} ms; first row in "
-            f"{self.cold:.2f} s cold, resumed {ratios}"
+            f"state      {self.sources:5} sources, {self.workers} workers: {self.size:7,} bytes ({each}), saved in "
+            f"{1e3 * self.save:.1f} ms; first row in {self.cold:.2f} s cold, resumed {ratios}"
         )
 
 
@@ -183,7 +183,7 @@ def compare_checkpoints(
     for _ in range(turns):
         for side in sides:
             clock = Clock()
-            callbacks: list[Callback] = [PackedAttention(), clock]
+            callbacks: list[Callback] = [PackedAttention(), PackingMonitor(summary=False), clock]
             if side is sides[0]:
                 callbacks.append(ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_last=True))
             trainer = Trainer(
@@ -228,7 +228,12 @@ def main(args: Sequence[str]) -> None:
     print("This takes some minutes; the machine should have nothing else to do.", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="lightning-pack-bench-") as name:
         folder = Path(name)
-        model, data = generated(folder / "generated") if options.config is None else configured(options.config)
+        if options.config is None:
+            # Enough for the largest buffers; preparing more would take longer than measuring.
+            count = min(max(4 * max(options.buffers, default=0), 1_000), 10_000)
+            model, data = generated(folder / "generated", sources=count)
+        else:
+            model, data = configured(options.config)
         data.prepare_data()
         print(
             f"{options.config or 'generated texts'}: {torch.get_num_threads()} threads, torch {torch.__version__}, "

@@ -86,11 +86,11 @@ class Clock(Callback):
         self.times: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Note when a batch begins."""
+        """A batch begins."""
         self.times.append(time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note when the last one has ended."""
+        """The last batch has ended."""
         self.times.append(time.perf_counter())
 
 

@@ -134,7 +134,9 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
                 else:
                     yield self._build(group), current.position(i + 1, given, digest)
                 if ahead is not None:
-                    self._fill(ahead, sources, upto=self._buffer_size * (i + 1) // len(groups))
+                    # Over the packs that are left, so that a start in the middle keeps the pace too.
+                    done, all_left = i + 1 - emitted, len(groups) - emitted
+                    self._fill(ahead, sources, upto=self._buffer_size * done // all_left)
             if ahead is None:
                 return
             self._fill(ahead, sources, upto=self._buffer_size)
