@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.conftest import faulty_records
 from tests.numbers_data import lengths, records_of, write_webdataset
-from tests.sweep import Piece, Plan, fit, no_differences, steps_in
+from tests.sweep import SOURCES_PER_RANK, Piece, Plan, fit, no_differences, steps_in
 
 KILLS_PER_SERIES = 12
 #: A folder on another filesystem than the checkpoints.
@@ -390,14 +390,15 @@ def _sleep_while_alive(pid: int, seconds: float) -> None:
 
 def kill(number: int, *, seed: int, folder: Path) -> dict[str, Any]:
     """Kill so many processes; what was found, in numbers and in words."""
-    parts = {"train": faulty_records(96), "val": records_of(lengths(9, most=40, seed=1))}
+    parts = {"train": faulty_records(SOURCES_PER_RANK), "val": records_of(lengths(9, most=40, seed=1))}
     data = str(write_webdataset(folder / "data", parts))
     counts: Counter[str] = Counter()
     faults: list[str] = []
     slowest = follow = 0.0
     series = 0
+    most = min(KILLS_PER_SERIES, -(-number // 2))
     while counts["kills"] < number and len(faults) < 10:
-        kills = min(KILLS_PER_SERIES, number - counts["kills"])
+        kills = min(most, number - counts["kills"])
         one = Series(folder / f"series{series}", data, random.Random(f"{seed} {series}"), kills, (seed + series) % 12)
         one.run()
         counts += one.counts
