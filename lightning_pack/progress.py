@@ -103,7 +103,7 @@ class TrainingProgress(RewindingCallback):
         if point.begin(trainer):
             # Validation may draw random numbers before any hook is called.
             self._continue_random(pl_module)
-        if point.next in ("validation", "epoch_end"):
+        if point.next != "epoch":
             self._boundary, self._boundary_random = point, self._random or _random_state()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
@@ -50,6 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 #: Seconds that a combination may take before it counts as hung; machines are slow at times.
 SECONDS_PER_CASE = 120
+SOURCES_PER_RANK = 96
 HOOKS = (
     "on_train_start",
     "on_train_epoch_start",
@@ -132,6 +133,8 @@ class Piece(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.journal: list[tuple[Any, ...]] = []
+        #: In each epoch, sources trained on or reported.
+        self.sources: defaultdict[int, list[str]] = defaultdict(list)
         self.stop: Stop | None = None
 
     def _counts(self) -> tuple[int, ...]:
@@ -147,6 +150,7 @@ class Piece(Recorder):
             stop()
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.journal.append(("batch", self._counts(), batch_idx, digest(batch), rate))
+        self.sources[self.current_epoch] += [*batch.source_keys, *(gone.key for gone in batch.left_out)]
         loss = self.loss(batch)
         if stop is not None and not stop.early:
             stop()
@@ -198,11 +202,19 @@ class Stop(pl.Callback):
 class SaveByHand(pl.Callback):
     """Saves once, in a hook, some steps on."""
 
-    def __init__(self, folder: Path, draw: random.Random) -> None:
-        self.folder, self.steps = folder, draw.randint(0, 2)
+    def __init__(self, folder: Path, draw: random.Random, *, case: Case, resumed: bool) -> None:
+        self.folder = folder
         self._from: int | None = None
         self._first = draw.random() < 0.5
-        self.hook = draw.choice(HOOKS)
+        hooks = list(HOOKS)
+        if case.schedule == "max_steps":
+            # A single epoch, which ends when there is nothing left to resume.
+            hooks.remove("on_train_epoch_end")
+            if resumed:
+                hooks.remove("on_train_epoch_start")
+        self.hook = draw.choice(hooks)
+        comes_once = self.hook == "on_train_start" or (self.hook, case.schedule) == ("on_train_epoch_start", "max_steps")
+        self.steps = 0 if comes_once else draw.randint(0, 2)
         setattr(self, self.hook, self._save)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -216,14 +228,14 @@ class SaveByHand(pl.Callback):
     def _save(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._from is None:
             self._from = trainer.global_step
-        if trainer.global_step - self._from >= self.steps and self.folder is not None:
+        if trainer.global_step - self._from >= self.steps:
             trainer.save_checkpoint(self.folder / f"{self.hook}.ckpt")
             self.steps = 10**9
 
 
-def saver(case: Case, folder: Path, draw: random.Random) -> pl.Callback:
+def saver(case: Case, folder: Path, draw: random.Random, *, resumed: bool) -> pl.Callback:
     if case.save == "hand":
-        return SaveByHand(folder, draw)
+        return SaveByHand(folder, draw, case=case, resumed=resumed)
     how: dict[str, Any] = {
         "steps": {"every_n_train_steps": draw.randint(1, 3)},
         "validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
@@ -272,8 +284,7 @@ def fit(
     try:
         trainer.fit(module, datamodule, ckpt_path=resume)
     except (StoppedError, SIGTERMException):
-        assert stop is not None
-        assert stop.done
+        assert stop is None or stop.done
         return module, datamodule, False
     return module, datamodule, True
 
@@ -306,6 +317,17 @@ def no_differences(got: list[Any], expected: list[Any], *, step: int | None, bef
     return start + len(got)
 
 
+def _each_source_once(whole: Piece, passes: int, *, ranks: int) -> None:
+    everyone: list[Any] = [dict(whole.sources)]
+    if ranks > 1:
+        everyone *= ranks
+        torch.distributed.all_gather_object(everyone, dict(whole.sources))
+    expected = {f"train{i:06d}": 1 for i in range(SOURCES_PER_RANK * ranks)}
+    for number in range(passes):
+        seen = Counter(key for sources in everyone for key in sources[number])
+        assert seen == expected, f"pass {number}: {seen}"
+
+
 def steps_in(checkpoint: str | Path) -> int:
     """Optimizer steps in a checkpoint that can be read."""
     return torch.load(checkpoint, weights_only=True)["global_step"]
@@ -322,6 +344,8 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
     plan = Plan.of(case, draw)
     if plan not in wholes:
         module, datamodule, _ = fit(plan, data, ranks=case.ranks, callbacks=[], stop=None, resume=None)
+        if plan.passes is not None:
+            _each_source_once(module, plan.passes, ranks=case.ranks)
         wholes[plan] = module, datamodule._progress.counts  # type: ignore[union-attr]
     whole, counts = wholes[plan]
     checkpoint: str | None = None
@@ -334,7 +358,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         # A hook may come late, or not at all in what is left: the piece before runs on for it.
         waits = case.save not in ("exception", "sigterm")
         stop = None if last else Stop(case, draw, waits=waits)
-        callbacks = [] if last else [saver(case, its_folder, draw)]
+        callbacks = [] if last else [saver(case, its_folder, draw, resumed=checkpoint is not None)]
         piece, datamodule, ended = fit(plan, data, ranks=case.ranks, callbacks=callbacks, stop=stop, resume=checkpoint)
         _all_ranks_here()
         reached = no_differences(piece.journal, whole.journal, step=step, before=reached)
@@ -385,7 +409,7 @@ def sweep(cases: list[Case], *, seed: int, folder: Path, processes: int = 1) -> 
     """Run cases, those of one rank in so many processes at a time; what each said, on its first rank that disagrees."""
     data = {}
     for ranks in {case.ranks for case in cases}:
-        parts = {"train": faulty_records(96 * ranks), "val": records_of(lengths(9 * ranks, most=40, seed=1))}
+        parts = {"train": faulty_records(SOURCES_PER_RANK * ranks), "val": records_of(lengths(9 * ranks, most=40, seed=1))}
         data[ranks] = str(write_webdataset(folder / f"data{ranks}", parts))
 
     def several(number: int, cases: list[Case]) -> list[dict[str, Any]]:
