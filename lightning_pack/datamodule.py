@@ -214,7 +214,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if not goes_on or changed or topology(self._fingerprint) != topology(fingerprint):
             self._stop()
             loader = ExactLoader(self.options, workers=self._workers, epochs=self.epochs, everyone=Agreement().everyone)
-            self._progress = TrainingProgress(loader)
+            self._progress = TrainingProgress(loader, check_restored=self._refuse_without_position)
         self._fingerprint = fingerprint
         self._fitted_by = trainer
         self._resumed = False
@@ -268,13 +268,19 @@ class EnergonPackDataModule(pl.LightningDataModule):
         trainer = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             refuse_to_train(trainer, epochs=self.epochs)
-            if trainer.ckpt_path is not None and not self._resumed:
-                self._refuse_or_restart(ResumeError(no_position(trainer.ckpt_path, type(self))))
+            if not trainer.strategy.restore_checkpoint_after_setup:
+                # Others restore later, and may ask for the loader before.
+                self._refuse_without_position()
         if self._progress is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
         if trainer is not None and self._progress not in trainer.callbacks:  # type: ignore[attr-defined]
             return SearchLoader(self._progress.loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return self._progress.loader
+
+    def _refuse_without_position(self) -> None:
+        path = None if self.trainer is None else self.trainer.ckpt_path
+        if path is not None and not self._resumed:
+            self._refuse_or_restart(ResumeError(no_position(path, type(self))))
 
     def val_dataloader(self) -> PassLoader | list[Any]:
         """The split ``val``, read anew at every iteration; nothing where the data has none."""

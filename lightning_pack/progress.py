@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,12 @@ class TrainingProgress(RewindingCallback):
 
     Args:
         loader: the stream of this rank.
+        check_restored: called before the first batch; raises if a position should have been restored and was not.
     """
 
-    def __init__(self, loader: ExactLoader) -> None:
+    def __init__(self, loader: ExactLoader, *, check_restored: Callable[[], None] = lambda: None) -> None:
         self.loader = loader
+        self._check_restored = check_restored
         #: Rows, sources and real tokens trained on by this rank, and sources left out, since the run began.
         self.counts = dict.fromkeys(COUNTS, 0)
         self.agreement = agreement.Agreement(seconds=agreement.SECONDS_TO_ANSWER)
@@ -87,6 +89,7 @@ class TrainingProgress(RewindingCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin where the checkpoint stands, or at the start of an epoch."""
+        self._check_restored()
         if self._window is not None:
             # Left by an exception: the same trainer fits again, and its loader gives the batches of the window again.
             self.counts = self._window.counts
