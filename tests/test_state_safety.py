@@ -299,7 +299,7 @@ def test_any_number_may_be_another_one(saved: dict[str, Saved], case: str) -> No
     one, verdicts = saved[case], Counter[str]()
     generator = np.random.default_rng(0)
     places = numbers_in(one.state)
-    assert len(places) > 40
+    assert len(places) > 30
     for i in generator.permutation(len(places))[: 12 if one.workers else 80]:
         state = changed(one.state, places[i], there(one.state, places[i]) + int(generator.integers(1, 4)))
         verdict = judged(one, state, most_seconds=20)
@@ -450,12 +450,13 @@ def test_more_packs_than_a_last_buffer_has_are_refused(saved: dict[str, Saved]) 
     whole.end()
     # Before the last row of the pass the other worker has come to its end, where it stays.
     state = states[-2]
-    ended = state["ranks"][0]["loader"]["workers"][1]["at"]
+    (i,) = (i for i, worker in enumerate(state["ranks"][0]["loader"]["workers"]) if worker["at"]["emitted"])
+    ended = state["ranks"][0]["loader"]["workers"][i]["at"]
     assert state["ranks"][0]["loader"]["epoch"] == 0
     resumed = Run(path, num_workers=2, epochs=1, state=state)
     assert len(list(resumed.data.train_dataloader())) == 1
     resumed.end()
-    more = changed(state, ("ranks", 0, "loader", "workers", 1, "at", "emitted"), ended["emitted"] + 1)
+    more = changed(state, ("ranks", 0, "loader", "workers", i, "at", "emitted"), ended["emitted"] + 1)
     resumed = Run(path, num_workers=2, epochs=1, state=more)
     packs = ended["emitted"]
     with pytest.raises(
