@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
     from lightning_pack.datamodule import EnergonPackDataModule
+    from lightning_pack.energon.fields import StateError
+    from lightning_pack.energon.outage import StorageError, StorageRetry
+    from lightning_pack.energon.position import DamagedDataError
+    from lightning_pack.energon.worker import WorkerFailedError
     from lightning_pack.module import PackedCausalLM
     from lightning_pack.parallel import ParallelLayout
     from lightning_pack.policy import PackingPolicy
+    from lightning_pack.resume import ResumeError
+    from lightning_pack.rewind import SaveRefusedError
     from lightning_pack.row import PackedBatch
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
 _HOMES = {
+    "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
     "PackedAttention": "callbacks",
     "PackedBatch": "row",
@@ -20,10 +27,17 @@ _HOMES = {
     "PackingMonitor": "callbacks",
     "PackingPolicy": "policy",
     "ParallelLayout": "parallel",
+    "ResumeError": "resume",
+    "SaveRefusedError": "rewind",
+    "StateError": "energon.fields",
+    "StorageError": "energon.outage",
+    "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
+    "WorkerFailedError": "energon.worker",
 }
 
 __all__ = [
+    "DamagedDataError",
     "EnergonPackDataModule",
     "PackedAttention",
     "PackedBatch",
@@ -31,7 +45,13 @@ __all__ = [
     "PackingMonitor",
     "PackingPolicy",
     "ParallelLayout",
+    "ResumeError",
+    "SaveRefusedError",
+    "StateError",
+    "StorageError",
+    "StorageRetry",
     "TokenNormalizedGradients",
+    "WorkerFailedError",
 ]
 
 
