@@ -304,14 +304,6 @@ def test_a_trainer_that_fits_again_goes_on_in_the_data(numbers: Path) -> None:
     assert list(again.trained.values()) == list(whole.trained.values())[:3]
 
 
-def test_a_checkpoint_between_optimizer_steps_says_what_it_lacks(numbers: Path, tmp_path: Path) -> None:
-    options = Options(data=str(numbers), trainer={"max_steps": 2, "accumulate_grad_batches": 4})
-    run_it = trainer(options)
-    run_it.callbacks.append(SavesAfter(3, tmp_path / "mid.ckpt"))  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match="counts 3 micro-batches as trained whose gradients it does not hold"):
-        run_it.fit(Recorder(), datamodule(options))
-
-
 class Fails(Recorder):
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3:
@@ -331,15 +323,6 @@ def test_an_error_in_training_ends_the_workers_and_saves_the_batch_before(number
     whole = run(Options(data=str(numbers), workers=2, trainer={"max_steps": 6}))
     assert module.trained | resumed.trained == whole.trained
     assert len(resumed.trained) == 3
-
-
-class SavesAfter(pl.Callback):
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
 
 
 class Pulls(Recorder):
