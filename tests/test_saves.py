@@ -67,7 +67,9 @@ def shorter(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def everywhere(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Whole, Path]]:
+def everywhere(
+    numbers: Path, uninterrupted: Callable[..., Whole], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Whole, Path]]:
     """By name of a shape: the whole run, and checkpoints saved in every hook of a shorter one, by two callbacks."""
     made: dict[str, tuple[Whole, Path]] = {}
 
@@ -79,8 +81,21 @@ def everywhere(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
             saved, _, _ = journal(short, Saves(folder, first=True), Saves(folder))
             plain, _, _ = journal(short)
             assert (saved.journal, saved.weights()) == (plain.journal, plain.weights()), "saving must change nothing"
-            made[name] = journal(Options(data=str(numbers), trainer=SHAPES[name])), folder
+            made[name] = uninterrupted(name), folder
         return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(numbers: Path) -> Callable[..., Whole]:
+    """The run that never stopped, by name of its shape and number of workers."""
+    made: dict[tuple[str, int], Whole] = {}
+
+    def make(name: str, *, workers: int = 0) -> Whole:
+        if (name, workers) not in made:
+            made[name, workers] = journal(Options(data=str(numbers), workers=workers, trainer=SHAPES[name]))
+        return made[name, workers]
 
     return make
 
@@ -155,9 +170,11 @@ def test_what_a_checkpoint_within_a_window_says(everywhere: Callable[[str], tupl
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_chain_of_saves_within_windows(numbers: Path, tmp_path: Path, workers: int) -> None:
+def test_a_chain_of_saves_within_windows(
+    numbers: Path, tmp_path: Path, uninterrupted: Callable[..., Whole], workers: int
+) -> None:
     options = {"data": str(numbers), "workers": workers, "trainer": ENDLESS}
-    whole = journal(Options(**options))
+    whole = uninterrupted("endless", workers=workers)
     resume, entries = None, []
     for piece, number in enumerate((2, 1, 6)):
         saves = Saves(tmp_path / str(piece), ("on_after_backward",), number=number)
@@ -198,26 +215,32 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("hook", "number", "how", "error"),
+    ("hook", "number", "how", "error", "workers"),
     [
-        ("on_after_backward", 6, fault, PlannedError),
-        ("on_before_optimizer_step", 1, fault, PlannedError),
-        ("on_train_batch_end", 6, fault, PlannedError),
-        ("on_validation_batch_end", 2, fault, PlannedError),
-        ("on_train_epoch_end", 0, fault, PlannedError),
-        ("on_before_backward", 9, interrupt, SystemExit),
-        ("on_train_batch_start", 8, terminate, SIGTERMException),
-        ("on_train_batch_end", 5, terminate, SIGTERMException),
-        ("on_validation_start", 1, terminate, SIGTERMException),
+        ("on_after_backward", 6, fault, PlannedError, 0),
+        ("on_after_backward", 6, fault, PlannedError, 2),
+        ("on_before_optimizer_step", 1, fault, PlannedError, 0),
+        ("on_train_batch_end", 6, fault, PlannedError, 0),
+        ("on_validation_batch_end", 2, fault, PlannedError, 0),
+        ("on_train_epoch_end", 0, fault, PlannedError, 0),
+        ("on_before_backward", 9, interrupt, SystemExit, 2),
+        ("on_train_batch_start", 8, terminate, SIGTERMException, 0),
+        ("on_train_batch_start", 8, terminate, SIGTERMException, 2),
+        ("on_train_batch_end", 5, terminate, SIGTERMException, 0),
+        ("on_validation_start", 1, terminate, SIGTERMException, 0),
     ],
 )
 def test_an_exception_or_a_signal_at_any_moment(
-    numbers: Path, tmp_path: Path, hook: str, number: int, how: Callable[[], None], error: type[BaseException], workers: int
+    numbers: Path,
+    tmp_path: Path,
+    uninterrupted: Callable[..., Whole],
+    hook: str,
+    number: int,
+    how: Callable[[], None],
+    error: type[BaseException],
+    workers: int,
 ) -> None:
-    if workers and how is fault and hook != "on_after_backward":
-        pytest.skip("how workers fare is seen in the others")
     interrupted = signal.getsignal(signal.SIGINT)
     options = Options(data=str(numbers), trainer=EPOCHS, workers=workers)
     save = ModelCheckpoint(tmp_path, filename="saved", save_on_exception=True, every_n_train_steps=1000)
@@ -226,13 +249,15 @@ def test_an_exception_or_a_signal_at_any_moment(
             journal(options, Stops(hook, number, how), save)
     finally:
         signal.signal(signal.SIGINT, interrupted)
-    whole = journal(Options(data=str(numbers), trainer=EPOCHS, workers=workers))
+    whole = uninterrupted("epochs", workers=workers)
     check(numbers, "epochs", whole, tmp_path / "saved.ckpt", workers=workers)
 
 
 @pytest.mark.filterwarnings("ignore:.*ckpt_path=None.* was called without a model")
 @pytest.mark.filterwarnings("ignore:.*ckpt_path=.last.. is set, but there is no last checkpoint")
-def test_an_error_of_the_loader(numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_loader(
+    numbers: Path, tmp_path: Path, uninterrupted: Callable[..., Whole], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetch, fetched = ExactLoader._fetch, [0]
 
     def fails(self: ExactLoader) -> PackedBatch:
@@ -247,7 +272,7 @@ def test_an_error_of_the_loader(numbers: Path, tmp_path: Path, monkeypatch: pyte
         with pytest.raises(PlannedError):
             journal(options, OnExceptionCheckpoint(tmp_path))
     assert the_point(tmp_path / "on_exception.ckpt").total_batches == 10
-    check(numbers, "epochs", journal(options), tmp_path / "on_exception.ckpt")
+    check(numbers, "epochs", uninterrupted("epochs"), tmp_path / "on_exception.ckpt")
 
 
 class Hurries(pl.Callback):
@@ -452,7 +477,9 @@ class Passes(ExactLoader):
 FINITE = {"max_epochs": 3, "limit_val_batches": 2, "accumulate_grad_batches": 4}
 
 
-@pytest.mark.parametrize("shape", [FINITE, FINITE | {"max_steps": 1000}], ids=["epochs", "steps and epochs"])
+@pytest.mark.parametrize(
+    "shape", [FINITE, pytest.param(FINITE | {"max_steps": 1000}, marks=pytest.mark.slow)], ids=["epochs", "steps and epochs"]
+)
 def test_passes_that_end(numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
     monkeypatch.setattr("lightning_pack.datamodule.ExactLoader", Passes)
     monkeypatch.setitem(SHAPES, "finite", shape)
