@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
+from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -464,7 +465,7 @@ def sample(number: int, *, seed: int, ranks: int | None = None) -> list[Case]:
     counts: Counter[tuple[str, Any]] = Counter()
     chosen: list[Case] = []
     while len(chosen) < min(number, len(matrix())) and cases:
-        case = min(cases, key=lambda case: sum(counts[item] for item in asdict(case).items()))
+        case = min(cases, key=lambda case: sum(counts[item] * len(AXES[item[0]]) ** 2 for item in asdict(case).items()))
         cases.remove(case)
         counts.update(asdict(case).items())
         chosen.append(case)
@@ -485,7 +486,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
     parser.add_argument("--runs", type=int, default=24, help="combinations drawn at random")
     parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--only", help="combinations whose name begins so, e.g. 1-2-passes")
+    parser.add_argument("--only", help="combinations whose name is like this, e.g. '1-2-passes-*'")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--kills", type=int, default=0, help="so many processes are killed, instead of combinations")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -501,7 +502,7 @@ def main() -> int:
             print(json.dumps(figures, indent=1))
             return bool(figures["faults"])
         cases = matrix() if options.all or options.only else sample(options.runs, seed=options.seed)
-        cases = [case for case in cases if options.only is None or str(case).startswith(options.only)]
+        cases = [case for case in cases if options.only is None or fnmatch(str(case), options.only)]
         said = sweep(cases, seed=options.seed, folder=folder, processes=options.processes)
     wrong = [line for line in said if "mismatch" in line]
     for line in wrong:
