@@ -222,13 +222,13 @@ def terminate() -> None:
         ("on_after_backward", 6, fault, PlannedError, 2),
         ("on_before_optimizer_step", 1, fault, PlannedError, 0),
         ("on_train_batch_end", 6, fault, PlannedError, 0),
-        ("on_validation_batch_end", 2, fault, PlannedError, 0),
+        ("on_validation_batch_end", 4, fault, PlannedError, 0),
         ("on_train_epoch_end", 0, fault, PlannedError, 0),
         ("on_before_backward", 9, interrupt, SystemExit, 2),
         ("on_train_batch_start", 8, terminate, SIGTERMException, 0),
         ("on_train_batch_start", 8, terminate, SIGTERMException, 2),
         ("on_train_batch_end", 5, terminate, SIGTERMException, 0),
-        ("on_validation_start", 1, terminate, SIGTERMException, 0),
+        ("on_validation_start", 2, terminate, SIGTERMException, 0),
     ],
 )
 def test_an_exception_or_a_signal_at_any_moment(
