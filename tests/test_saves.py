@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pack import PackedBatch, agreement
+from lightning_pack import PackedBatch, StateError, agreement
 from lightning_pack.callbacks import PackingMonitor
 from lightning_pack.energon import ExactLoader
 from lightning_pack.progress import _version
-from lightning_pack.resume import ResumeError
 from lightning_pack.rewind import ResumePoint, SaveRefusedError
 from tests.journal import HOOKS, Journal, Saves, differences, journal
 from tests.ranks import on_ranks
@@ -114,8 +113,8 @@ def the_point(checkpoint: Path) -> ResumePoint:
     return ResumePoint.from_plain(rank["point"])
 
 
-def check(numbers: Path, name: str, whole: Whole, checkpoint: Path, *, workers: int = 0) -> None:
-    resumed = journal(Options(data=str(numbers), trainer=SHAPES[name], resume=str(checkpoint), workers=workers))
+def check(numbers: Path, name: str, whole: Whole, checkpoint: Path, **options: Any) -> None:
+    resumed = journal(Options(data=str(numbers), trainer=SHAPES[name], resume=str(checkpoint), **options))
     assert not (found := resumes_exactly(whole, resumed)), f"{checkpoint.name}, {the_point(checkpoint)}: {found}"
 
 
@@ -441,39 +440,8 @@ def test_searches_do_not_move_the_position(
     assert batches[0] == batches[1]
 
 
-class Passes(ExactLoader):
-    """A loader whose passes end, each after six batches."""
-
-    counted = committed = 0
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        left = 6 - self.counted % 6
-        for batch in super().__iter__():
-            yield batch
-            left -= 1
-            if not left:
-                return
-
-    def trained(self) -> PackedBatch:
-        self.counted += 1
-        return super().trained()
-
-    def commit(self) -> None:
-        self.committed = self.counted
-        super().commit()
-
-    def state(self) -> Any:
-        return {"inner": super().state(), "committed": self.committed}
-
-    def restore(self, state: Any) -> None:
-        super().restore(state["inner"])
-        self.counted = self.committed = state["committed"]
-
-    def stop(self) -> None:
-        self._origin = super().state()
-        self._close()
-
-
+#: Passes of a few wide rows.
+PASSES: dict[str, Any] = {"epochs": 3, "policy": {"capacity": 512, "buffer_size": 64}}
 FINITE = {"max_epochs": 3, "limit_val_batches": 2, "accumulate_grad_batches": 4}
 
 
@@ -481,29 +449,31 @@ FINITE = {"max_epochs": 3, "limit_val_batches": 2, "accumulate_grad_batches": 4}
     "shape", [FINITE, pytest.param(FINITE | {"max_steps": 1000}, marks=pytest.mark.slow)], ids=["epochs", "steps and epochs"]
 )
 def test_passes_that_end(numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
-    monkeypatch.setattr("lightning_pack.datamodule.ExactLoader", Passes)
     monkeypatch.setitem(SHAPES, "finite", shape)
-    whole = journal(Options(data=str(numbers), trainer=shape))
-    assert [entry[:3] for entry in whole[0].journal if entry[0] == "batch"] == [
-        ("batch", epoch, batch) for epoch in range(3) for batch in range(6)
-    ]
-    assert whole[2].global_step == 6
-    journal(Options(data=str(numbers), trainer=shape | {"max_epochs": 2}), Saves(tmp_path, first=True), Saves(tmp_path))
+    whole = journal(Options(data=str(numbers), trainer=shape, **PASSES))
+    rows = [entry[1] for entry in whole[0].journal if entry[0] == "batch"]
+    ends = [rows.count(epoch) for epoch in range(3)]
+    assert all(end > 4 for end in ends)
+    assert any(end % 4 for end in ends), "a pass ends within a window"
+    assert whole[2].global_step == sum(-(-end // 4) for end in ends)
+    shorter_run = Options(data=str(numbers), trainer=shape | {"max_epochs": 2}, **PASSES)
+    journal(shorter_run, Saves(tmp_path, first=True), Saves(tmp_path))
+    last = ends[0] - 1
     for name in (
         "on_train_batch_end-3",
-        "on_train_batch_end-first-5",
-        "on_train_batch_end-5",
-        "on_after_backward-5",
+        f"on_train_batch_end-first-{last}",
+        f"on_train_batch_end-{last}",
+        f"on_after_backward-{last}",
         "on_validation_start-0",
         "on_validation_end-0",
         "on_train_epoch_end-first-0",
         "on_train_epoch_end-0",
         "on_train_epoch_start-1",
-        "on_after_backward-7",
+        f"on_after_backward-{last + 2}",
         "on_train_end-0",
         "on_fit_end-0",
     ):
-        check(numbers, "finite", whole, tmp_path / f"{name}.ckpt")
+        check(numbers, "finite", whole, tmp_path / f"{name}.ckpt", **PASSES)
 
 
 class SkipsTheRest(Journal):
@@ -552,7 +522,7 @@ def test_a_damaged_place_is_refused(numbers: Path, tmp_path: Path) -> None:
         checkpoint = torch.load(path, weights_only=True)
         checkpoint["EnergonPackDataModule"]["ranks"][0]["point"] |= change
         torch.save(checkpoint, tmp_path / "changed.ckpt")
-        with pytest.raises(ResumeError, match=r"place in the training loop is damaged.*Resume from another one"):
+        with pytest.raises(StateError, match=r"position is damaged: ranks\[0\]\.point: .*resume from another checkpoint"):
             journal(Options(data=str(numbers), trainer=ENDLESS, resume=str(tmp_path / "changed.ckpt")))
 
 

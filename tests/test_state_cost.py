@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning_pack.cli import main
 from lightning_pack.energon import StreamOptions, index
 from lightning_pack.energon.dataset import open_share
 from lightning_pack.energon.index import ShardIndex
-from lightning_pack.energon.stage import StagePosition
 from lightning_pack.energon.worker import Whereabouts, rows_of_share
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
 
@@ -114,16 +114,15 @@ def test_a_resume_reads_two_buffers_in_the_order_of_the_shards_and_goes_on_at_an
     positions, keys = [], []
     start = None
     for row in whole:
-        start = row.start or start
-        positions.append((row.buffer, row.emitted, start))
+        start = row.at.start or start
+        positions.append(replace(row.at, start=start))
         keys.append(row.batch.source_keys)
-        if row.buffer == 3:
+        if row.at.buffer == 3:
             break
-    inside = [i for i, (buffer, _, _) in enumerate(positions) if buffer == 2]
+    inside = [i for i, position in enumerate(positions) if position.buffer == 2]
     assert len(inside) > 8
     middle = inside[len(inside) // 2]
-    buffer, emitted, start = positions[middle]
-    resumed, places = rows(settings, StagePosition(buffer, emitted, start))
+    resumed, places = rows(settings, positions[middle])
     assert next(resumed).batch.source_keys == keys[middle + 1]
     # The shuffle buffer, the packing buffer, and the first source of the next one.
     assert 2 * size - 1 <= len(places.all) <= 2 * size + 2

@@ -76,6 +76,7 @@ class Options:
     record: str | None = None
     workers: int = 0
     policy: dict[str, Any] = field(default_factory=dict)
+    epochs: int | None = None
     every_n_steps: int = 1
     resume: str | None = None
     sleep: float = 0.0
@@ -88,6 +89,7 @@ def datamodule(options: Options) -> EnergonPackDataModule:
         encoder=NumberEncoder(),
         packing=PackingPolicy(**{"capacity": 64, "buffer_size": 16, "multiple": 4} | options.policy),
         num_workers=options.workers,
+        epochs=options.epochs,
         shuffle_buffer_size=8,
         max_samples_per_sequence=10,
     )

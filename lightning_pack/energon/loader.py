@@ -152,9 +152,9 @@ class ExactLoader:
         self._reached = self._counted = self._committed = standing
 
     def stop(self) -> None:
-        """End the workers. The state stays; iterating again goes on with the first row that is not counted as trained."""
+        """End the workers. The state stays; iterating again goes on from it: what was trained on in an open step is lost."""
         self._close()
-        self._reached = self._counted
+        self._reached = self._counted = self._committed
 
     def _close(self) -> None:
         reader, self._reader, self._rows, self._error = self._reader, None, None, None
