@@ -34,9 +34,10 @@ from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.progress import SearchLoader, TrainingProgress
+from lightning_pack.progress import TrainingProgress
 from lightning_pack.restore import first_problem, gather, of_rank, problem_of
 from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings
+from lightning_pack.search_loader import SearchLoader
 from lightning_pack.topology import topology
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_pack import agreement
 from lightning_pack.energon import ExactLoader
 from lightning_pack.resume import COUNTS, ResumeError
 from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
-from lightning_pack.row import PackedBatch
+from lightning_pack.snapshots import go_on_drawing, optimizer_version, persistent_buffers, random_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class TrainingProgress(RewindingCallback):
         self._window = self._boundary = self._cut = self._weights = None
         self._running, self._batch_begun = True, False
         self._stop_after_last_pass(trainer)
-        self._buffers = _persistent_buffers(pl_module)
+        self._buffers = persistent_buffers(pl_module)
         point, self._restored = self._restored, None
         if point is None:
             return
@@ -107,7 +107,7 @@ class TrainingProgress(RewindingCallback):
             # Validation may draw random numbers before any hook is called.
             self._continue_random(pl_module)
         if point.next != "epoch":
-            self._boundary, self._boundary_random = point, self._random or _random_state()
+            self._boundary, self._boundary_random = point, self._random or random_state()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A new epoch."""
@@ -122,7 +122,7 @@ class TrainingProgress(RewindingCallback):
             self._window = _Window(
                 point=ResumePoint.before_batch(trainer),
                 counts=dict(self.counts),
-                random=_random_state(),
+                random=random_state(),
                 buffers=[buffer._version for _, buffer in self._buffers],
             )
 
@@ -131,7 +131,7 @@ class TrainingProgress(RewindingCallback):
     ) -> None:
         """Note the weights, to know later whether the optimizer has begun to change them."""
         if self._weights is None:
-            self._weights = _version(trainer)
+            self._weights = optimizer_version(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Count a batch."""
@@ -194,7 +194,7 @@ class TrainingProgress(RewindingCallback):
         self._batch_begun = False
         self._count()
         if not trainer.fit_loop._should_accumulate():
-            self._boundary, self._boundary_random = ResumePoint.after_batch(trainer), _random_state()
+            self._boundary, self._boundary_random = ResumePoint.after_batch(trainer), random_state()
             self._step_done()
 
     def _step_done(self) -> None:
@@ -203,9 +203,7 @@ class TrainingProgress(RewindingCallback):
 
     def _continue_random(self, pl_module: pl.LightningModule) -> None:
         if self._random is not None:
-            torch.set_rng_state(self._random["cpu"])
-            if self._random["device"] is not None and pl_module.device.type == "cuda":
-                torch.cuda.set_rng_state(self._random["device"], pl_module.device)
+            go_on_drawing(self._random, device=pl_module.device)
             self._random = None
 
     def state(self, trainer: pl.Trainer | None = None) -> dict[str, Any]:
@@ -216,7 +214,7 @@ class TrainingProgress(RewindingCallback):
         """
         point, counts = self._restored, self.counts
         # Before its first step a resumed run still stands where its checkpoint does.
-        random = self._random or _random_state()
+        random = self._random or random_state()
         if trainer is not None:
             self._catch_up(trainer)
             counts = self.counts
@@ -252,7 +250,7 @@ class TrainingProgress(RewindingCallback):
             )
         if self._window is None:
             return
-        if self._weights is not None and self._weights != _version(trainer):
+        if self._weights is not None and self._weights != optimizer_version(trainer):
             self._refuse(
                 "a checkpoint is to be saved while the optimizer changes the weights, so they belong neither to the step "
                 "before nor to this one: save in on_train_batch_end instead, or resume from an older checkpoint"
@@ -296,45 +294,3 @@ class TrainingProgress(RewindingCallback):
         self.counts = dict(state["counts"])
         self._random = state["random"]
         self._window = self._boundary = self._cut = None
-
-
-class SearchLoader:
-    """Batches for Lightning's searches of learning rate and batch size, which take all callbacks away and restore afterwards.
-
-    Args:
-        loader: the stream; batches count as trained when they are given.
-    """
-
-    def __init__(self, loader: ExactLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        for batch in self._loader:
-            self._loader.trained()
-            self._loader.commit()
-            yield batch
-
-
-def _random_state() -> dict[str, Any]:
-    on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state() if on_device else None}
-
-
-def _version(trainer: pl.Trainer) -> int:
-    """Changes whenever an optimizer changes its weights or its own state in place. Waits for no device."""
-    version = 0
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            version += sum(parameter._version for parameter in group["params"])
-        for state in optimizer.state.values():
-            version += sum(value._version for value in state.values() if isinstance(value, Tensor))
-    return version
-
-
-def _persistent_buffers(module: pl.LightningModule) -> list[tuple[str, Tensor]]:
-    return [
-        (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set
-    ]

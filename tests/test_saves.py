@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pack import PackedBatch, StateError, agreement
 from lightning_pack.callbacks import PackingMonitor
 from lightning_pack.energon import ExactLoader
-from lightning_pack.progress import _version
 from lightning_pack.rewind import ResumePoint, SaveRefusedError
+from lightning_pack.snapshots import optimizer_version
 from tests.journal import HOOKS, Journal, Saves, differences, journal
 from tests.ranks import on_ranks
 from tests.training import Options, datamodule, trainer
@@ -398,10 +398,10 @@ def test_weights_are_noted_in_every_kind_of_optimizer() -> None:
         trainer.strategy.optimizers = [make([parameter])]
         parameter.grad = torch.ones(3)
         for _ in range(2):
-            before = _version(trainer)
-            assert before == _version(trainer)
+            before = optimizer_version(trainer)
+            assert before == optimizer_version(trainer)
             trainer.optimizers[0].step()
-            assert before != _version(trainer)
+            assert before != optimizer_version(trainer)
 
 
 class Tuned(Journal):
