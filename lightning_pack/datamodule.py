@@ -35,8 +35,9 @@ from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
-from lightning_pack.restore import first_problem, gather, of_rank, problem_of
+from lightning_pack.restore import first_problem, gather, of_rank, point_of, problem_of
 from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings
+from lightning_pack.rewind import ResumePoint
 from lightning_pack.search_loader import SearchLoader
 from lightning_pack.topology import topology
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
@@ -344,7 +345,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise RuntimeError("call setup('fit') before load_state_dict()")
         problem = first_problem(self._problem_of(state_dict, settings=self._fingerprint, ranks=[self.rank]))
         if problem is not None:
-            self._refuse_or_restart(problem)
+            self._refuse_or_restart(problem, point=point_of(state_dict))
             return
         if damage := different_settings(state_dict["settings"], self._fingerprint):
             rank_zero_warn(
@@ -375,7 +376,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         workers = {rank: self._workers_of(rank) for rank in ranks}
         return problem_of(state, settings=settings, workers=workers, options=self.options, epochs=self.epochs)
 
-    def _refuse_or_restart(self, problem: ValueError) -> None:
+    def _refuse_or_restart(self, problem: ValueError, *, point: ResumePoint | None = None) -> None:
         if self.on_mismatch == "error":
             raise problem
         assert self._progress is not None
@@ -383,5 +384,5 @@ class EnergonPackDataModule(pl.LightningDataModule):
             "on_mismatch='restart': THE DATA STARTS OVER from its beginning, so what was trained on comes again. Weights, "
             f"optimizer and step count go on from the checkpoint. The reason: {problem}"
         )
-        self._progress.start_over()
+        self._progress.start_over(point)
         self._resumed = True

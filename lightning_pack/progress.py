@@ -108,6 +108,18 @@ class TrainingProgress(RewindingCallback):
             self._continue_random(pl_module)
         if point.next != "epoch":
             self._boundary, self._boundary_random = point, self._random or random_state()
+            self._tell_short_window(trainer, point.batch)
+
+    @staticmethod
+    def _tell_short_window(trainer: pl.Trainer, batch: int) -> None:
+        """Lightning counts windows from the beginning of the epoch, in the accumulation of now."""
+        window = trainer.accumulate_grad_batches
+        if done := batch % window:
+            rank_zero_warn(
+                f"the first optimizer step after this resume has {window - done} batches instead of "
+                f"accumulate_grad_batches={window}: {batch} batches of the epoch are trained on already, under another "
+                "accumulation or number of ranks. Set them back, or resume from a checkpoint whose batch is a multiple of it"
+            )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A new epoch."""
@@ -273,11 +285,12 @@ class TrainingProgress(RewindingCallback):
             self._trainer.fit_loop.epoch_loop.val_loop.teardown()
         raise SaveRefusedError(why)
 
-    def start_over(self) -> None:
-        """Go to the beginning of the data; whatever else a checkpoint restores goes on."""
+    def start_over(self, point: ResumePoint | None) -> None:
+        """Go to the beginning of the data; whatever else a checkpoint restores goes on, from ``point`` in Lightning's loops."""
         self.loader.restore(None)
         self.counts = dict.fromkeys(COUNTS, 0)
-        self._random = self._restored = self._window = self._boundary = self._cut = None
+        self._restored = point
+        self._random = self._window = self._boundary = self._cut = None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to a state of :meth:`state`.

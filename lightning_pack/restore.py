@@ -83,6 +83,14 @@ def of_rank(states: list[dict[str, Any]], *, rank: int, ranks: int) -> dict[str,
     return {"loader": loader, "counts": counts, "random": random, "point": point}
 
 
+def point_of(state: Any) -> ResumePoint | None:
+    """The place in Lightning's loops, if a state holds one, whatever else is wrong with it."""
+    try:
+        return ResumePoint.from_plain(state["ranks"][0]["point"])
+    except (TypeError, LookupError, ValueError):
+        return None
+
+
 def gather(mine: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """What each rank saves, by rank. Collective; if one cannot save, all of them say so instead of waiting for it.
 

@@ -30,6 +30,11 @@ def refuse_to_train(trainer: pl.Trainer, *, epochs: int | None) -> None:
             f"epochs={epochs} trains on every source of a pass, limit_train_batches={settings.limit_train_batches} ends it "
             "early: set one of the two"
         )
+    if epochs is not None and (settings.min_steps is not None or (settings.min_epochs or 0) > epochs):
+        raise ValueError(
+            f"training ends after epochs={epochs} passes over the data, but min_steps={settings.min_steps} or "
+            f"min_epochs={settings.min_epochs} asks for more: leave them out, or raise epochs"
+        )
     module = trainer.lightning_module
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 from lightning_pack import PackedBatch
 from tests.numbers_data import records_of, same_batch, write_webdataset
 from tests.test_exact_position import Run, through_a_file
+from tests.training import Options, Recorder, datamodule, trainer
 
 
 def rest(run: Run) -> list[list[PackedBatch]]:
@@ -153,3 +154,10 @@ def test_a_weighted_blend_has_no_end(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"weights.*blend_epochized.*epochs"):
         Run(blend, num_workers=0, epochs=1)
+
+
+@pytest.mark.parametrize("asks", [{"min_steps": 10_000}, {"min_epochs": 4}])
+def test_a_trainer_that_asks_for_more_than_the_passes_is_refused(numbers: Path, asks: dict[str, int]) -> None:
+    options = Options(data=str(numbers), epochs=2, trainer={"max_epochs": -1} | asks)
+    with pytest.raises(ValueError, match=r"epochs=2 passes over the data, but min_steps=.* asks for more"):
+        trainer(options).fit(Recorder(), datamodule(options))

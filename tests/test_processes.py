@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 from lightning_pack import EnergonPackDataModule, PackingPolicy
 from lightning_pack.energon.worker import WorkerFailedError
 from lightning_pack.row import EncodedSource
-from tests.numbers_data import NumberEncoder
+from tests.numbers_data import NumberEncoder, records_of, write_webdataset
 from tests.training import Options, Recorder, datamodule, run, trainer
 
 
@@ -111,6 +111,35 @@ class Hangs(NumberEncoder):
         if key == "train000100":
             time.sleep(1000)
         return super().__call__(key, record)
+
+
+def train(rows: Iterator[Any], loader: Any) -> None:
+    for _ in range(20):
+        next(rows)
+        loader.trained()
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_row_ends_training_by_name(tmp_path: Path) -> None:
+    # A row of 16,384 tokens is larger than a pipe.
+    path = write_webdataset(tmp_path / "wide", {"train": records_of([400] * 400)}, shards=1)
+    data = EnergonPackDataModule(
+        path, encoder=NumberEncoder(), packing=PackingPolicy(capacity=16384, buffer_size=64), num_workers=1, worker_timeout=2.0
+    )
+    data.setup("fit")
+    loader = data.train_dataloader()
+    rows = iter(loader)
+    next(rows)
+    loader.trained()
+    time.sleep(2)
+    assert loader._reader is not None
+    (worker,) = loader._reader.pids
+    os.kill(worker, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=r"loader worker 0 \(process \d+\) does not answer"):
+        train(rows, loader)
+    assert time.monotonic() - began < 30
+    data.teardown("fit")
+    assert not psutil.pid_exists(worker)
 
 
 def test_a_hanging_worker_ends_training_by_name(numbers: Path) -> None:

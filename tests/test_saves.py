@@ -582,3 +582,25 @@ def test_a_rank_that_fails_alone_does_not_wait_for_ever(numbers: Path, tmp_path:
     assert message in first["error"]
     assert 9 <= second["seconds"][0] < 60
     assert [p.name for p in (tmp_path / "c").glob("step=*.ckpt")] == ["step=2.ckpt"]
+
+
+def test_a_short_step_after_another_accumulation_is_told(numbers: Path, tmp_path: Path) -> None:
+    shape = {"max_steps": 3, "accumulate_grad_batches": 3, "limit_val_batches": 0}
+    journal(Options(data=str(numbers), trainer=shape), Saves(tmp_path, ("on_train_batch_end",), number=8))
+    (path,) = tmp_path.glob("*.ckpt")
+    again = shape | {"max_steps": 5, "accumulate_grad_batches": 2}
+    with pytest.warns(UserWarning, match=r"first optimizer step after this resume has 1 batches instead of .*=2: 9 batches"):
+        journal(Options(data=str(numbers), trainer=again, resume=str(path)))
+
+
+def test_a_restart_of_the_data_keeps_the_steps_whole(numbers: Path, tmp_path: Path) -> None:
+    journal(Options(data=str(numbers), trainer=ENDLESS), Saves(tmp_path, ("on_after_backward",), number=5))
+    (path,) = tmp_path.glob("*.ckpt")
+    assert the_point(path).batch == 4, "the save lies within a window"
+    module = Journal()
+    data = datamodule(Options(data=str(numbers), policy={"seed": 1}))
+    data.on_mismatch = "restart"
+    with pytest.warns(UserWarning, match="THE DATA STARTS OVER"):
+        trainer(Options(data="", trainer=ENDLESS)).fit(module, data, ckpt_path=str(path))
+    first = next(entry for entry in module.journal if entry[0] == "batch")
+    assert first[2] == 4, "the batches of the open window come again"

@@ -35,6 +35,7 @@ class Verdict:
         yield f"Against {config}, on {self.ranks} data-parallel {'rank' if self.ranks == 1 else 'ranks'} ({self.ranks_from}):"
         if self.resumes:
             yield "WOULD RESUME: the next batches are those of the run that never stopped"
+            yield "(in the data; settings of model and Trainer, which fit compares too, are not looked at here)"
             return
         yield "WOULD START THE DATA OVER (on_mismatch='restart')" if self.restarts else "WOULD NOT RESUME"
         yield str(self.problem)

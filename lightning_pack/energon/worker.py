@@ -15,6 +15,7 @@ import os
 import pickle
 import queue
 import signal
+import struct
 import threading
 import time
 import traceback
@@ -32,6 +33,8 @@ from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.row import LeftOut, PackedBatch
 
+#: Before each message.
+_SIZE = struct.Struct("!Q")
 #: Rows that a worker holds ready.
 PREFETCHED = 2
 #: Opens the share of a logical worker, given what it is to be told about: where the reading has got to.
@@ -153,8 +156,30 @@ class WorkerProcess:
             WorkerFailedError: if the process has died or reads nothing any more, naming what it read.
             Exception: whatever was raised in the process.
         """
+        (size,) = _SIZE.unpack(self._read(_SIZE.size))
+        message = pickle.loads(self._read(size))
+        if isinstance(message, _Failure):
+            raise message.error from _WorkerTraceback(message.trace)
+        return message
+
+    def _read(self, size: int) -> bytes:
+        """So many bytes. A row is larger than a pipe: a worker may die or stop in the middle of one."""
+        data = bytearray()
+        while len(data) < size:
+            self._wait()
+            part = os.read(self._connection.fileno(), min(size - len(data), 1 << 20))
+            if not part:
+                self.process.join(timeout=10)
+                code = self.process.exitcode
+                how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+                raise self._failed(how, "a machine that runs out of memory kills in this way: use fewer workers")
+            data += part
+        return bytes(data)
+
+    def _wait(self) -> None:
+        """Until there is something to read; the end of the process too."""
         samples, since = -1, time.monotonic()
-        while not connection.wait([self._connection, self.process.sentinel], timeout=min(1.0, self._timeout / 4)):
+        while not connection.wait([self._connection], timeout=min(1.0, self._timeout / 4)):
             if self._whereabouts.samples != samples:
                 samples, since = self._whereabouts.samples, time.monotonic()
             elif time.monotonic() - since > self._timeout:
@@ -162,16 +187,6 @@ class WorkerProcess:
                     f"does not answer: for {self._timeout:g} seconds it has read no further sample",
                     "check storage and encoder, or raise worker_timeout",
                 )
-        try:
-            message = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as e:
-            self.process.join(timeout=10)
-            code = self.process.exitcode
-            how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
-            raise self._failed(how, "a machine that runs out of memory kills in this way: use fewer workers") from e
-        if isinstance(message, _Failure):
-            raise message.error from _WorkerTraceback(message.trace)
-        return message
 
     def _failed(self, how: str, advice: str) -> WorkerFailedError:
         return WorkerFailedError(
@@ -222,7 +237,10 @@ def _serve(
 
     def send() -> None:
         while (message := ready.get()) is not None:
-            sink.send_bytes(ForkingPickler.dumps(message))
+            data = memoryview(ForkingPickler.dumps(message))
+            for part in (memoryview(_SIZE.pack(len(data))), data):
+                while part:
+                    part = part[os.write(sink.fileno(), part) :]
 
     def watch() -> None:
         while os.getppid() == parent:
