@@ -108,7 +108,8 @@ class TrainingProgress(RewindingCallback):
             self._continue_random(pl_module)
         if point.next != "epoch":
             self._boundary, self._boundary_random = point, self._random or random_state()
-            self._tell_short_window(trainer, point.batch)
+            if not point.last and point.next != "epoch_end":
+                self._tell_short_window(trainer, point.batch)
 
     @staticmethod
     def _tell_short_window(trainer: pl.Trainer, batch: int) -> None:
