@@ -83,9 +83,8 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
 
     def save_state(self) -> FlexState:
         """The position, for Energon."""
-        return FlexState(
-            __class__=type(self).__name__, **{f.name: getattr(self.position, f.name) for f in fields(StagePosition)}
-        )
+        at = self.position
+        return FlexState(__class__=type(self).__name__, **{f.name: getattr(at, f.name) for f in fields(at)})
 
     def restore_state(self, state: FlexState) -> None:
         """Go to a position, for Energon."""
