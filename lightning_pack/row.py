@@ -91,6 +91,8 @@ class Pack:
     sources: list[EncodedSource]
     layout: RowLayout | None
     left_out: list[LeftOut] = field(default_factory=list)
+    #: For each source, how many sources were read after it before its pack was chosen; none given means 0.
+    ages: list[int] = field(default_factory=list)
     #: Set by Energon.
     __restore_key__: tuple[Any, ...] = ()
 
@@ -121,6 +123,8 @@ class PackedBatch:
     #: int32 ``[1, T]``: 1..N on real tokens, 0 on pads.
     segment_ids: Tensor
     source_keys: list[str]
+    #: For each source, how many sources its loader worker had read after it when its pack was chosen.
+    ages: list[int]
     #: Sources dropped or cut since the previous pack.
     left_out: list[LeftOut]
     #: Set by Energon.
@@ -135,8 +139,10 @@ class PackedBatch:
         input_ids = torch.full((1, width), pad_id, dtype=torch.int64)
         labels = torch.full((1, width), IGNORE, dtype=torch.int64)
         real, physical, keys = [0], [0], []
+        ages: list[int] = []
         for pack, layout in laid_out:
             base = physical[-1]
+            ages += pack.ages or [0] * len(pack.sources)
             for source, end in zip(pack.sources, layout.cu_seqlens_padded[1:].tolist(), strict=True):
                 filled = slice(physical[-1], physical[-1] + len(source))
                 input_ids[0, filled] = source.input_ids
@@ -146,7 +152,8 @@ class PackedBatch:
                 keys.append(source.key)
                 real.append(real[-1] + len(source))
                 physical.append(base + end)
-        return cls._of(input_ids, labels, real, physical, keys, [gone for pack in packs for gone in pack.left_out], ())
+        left_out = [gone for pack in packs for gone in pack.left_out]
+        return cls._of(input_ids, labels, real, physical, keys, ages, left_out, ())
 
     @classmethod
     def _of(
@@ -156,6 +163,7 @@ class PackedBatch:
         real: list[int],
         physical: list[int],
         source_keys: list[str],
+        ages: list[int],
         left_out: list[LeftOut],
         restore_key: tuple[Any, ...],
     ) -> PackedBatch:
@@ -181,6 +189,7 @@ class PackedBatch:
             max_seqlen=int(padded.max(initial=0)),
             segment_ids=torch.from_numpy(np.where(offset < length, number, np.int32(0)))[None],
             source_keys=source_keys,
+            ages=ages,
             left_out=left_out,
         )
         batch.__restore_key__ = restore_key
@@ -246,7 +255,7 @@ class PackedBatch:
 def _send(batch: PackedBatch) -> tuple[Any, ...]:
     tokens = torch.cat([batch.input_ids, batch.labels]).numpy().tobytes()
     offsets = (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist())
-    return _receive, (tokens, *offsets, batch.source_keys, batch.left_out, batch.__restore_key__)
+    return _receive, (tokens, *offsets, batch.source_keys, batch.ages, batch.left_out, batch.__restore_key__)
 
 
 def _receive(tokens: bytes, real: list[int], physical: list[int], *news: Any) -> PackedBatch:
