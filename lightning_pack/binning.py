@@ -128,3 +128,50 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
                 insort(rooms, left)
             heappush(bins_with_room[left], chosen)
     return groups
+
+
+def fullest(lengths: Sequence[int], room: int, *, most: int | None = None) -> list[int]:
+    reach = 1
+    mask = (1 << (room + 1)) - 1
+    history = []
+    for length in lengths:
+        history.append(reach)
+        if length <= room:
+            reach |= (reach << length) & mask
+            if reach >> room:
+                break
+    best = reach.bit_length() - 1
+    chosen = []
+    for i in range(len(history) - 1, -1, -1):
+        if best == 0:
+            break
+        if history[i] >> best & 1:
+            continue
+        chosen.append(i)
+        best -= lengths[i]
+    return chosen[::-1]
+
+
+@register_packer("minimum_bin_slack")
+def minimum_bin_slack(lengths: Sequence[int], capacity: int) -> Groups:
+    rest = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups = []
+    while rest:
+        seed, *rest = rest
+        chosen = fullest([lengths[i] for i in rest], capacity - lengths[seed])
+        gone = set(chosen)
+        groups.append([seed, *(rest[i] for i in chosen)])
+        rest = [x for k, x in enumerate(rest) if k not in gone]
+    return groups
+
+
+def packer_options(name):
+    return {"minimum_bin_slack": frozenset({"max_sources"})}.get(name, frozenset())
+
+
+def check_options(name, options):
+    get_packer(name)
+
+
+def pack(lengths, capacity, *, algorithm, min_bins=None, bins_multiple_of=1, **options):
+    return get_packer(algorithm)(lengths, capacity, **options)

@@ -26,6 +26,7 @@ from lightning_pack.energon import (
     data_fingerprint,
     has_split,
     refuse_endless,
+    sample_sources,
 )
 from lightning_pack.energon.fingerprint import library_fingerprint
 from lightning_pack.energon.outage import StorageRetry
@@ -35,7 +36,7 @@ from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
-from lightning_pack.restore import first_problem, gather, of_rank, point_of, problem_of
+from lightning_pack.restore import first_problem, gather, of_rank, point_of, problem_of, settled_as
 from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings
 from lightning_pack.rewind import ResumePoint
 from lightning_pack.search_loader import SearchLoader
@@ -64,6 +65,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: another dataset to validate on; a single ``.jsonl`` file has no ``val`` split of its own.
         prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use.
         encoder: turns records into sources; None understands chats, prompt/completion pairs and plain text.
+        group_by: a field of the records, such as ``"language"``: sources that differ in it do not share a pack. An encoder of
+            your own sets ``EncodedSource.group`` instead.
         epochs: passes over the training data, each one epoch of the Trainer, in a new order, with every source in it; training
             then ends. None is an endless stream.
         on_damaged: what happens to a sample that cannot be read: ``"error"`` names it and ends the run, ``"skip"`` leaves it
@@ -95,6 +98,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         val_path: str | Path | None = None,
         prepare: Literal["stdlib"] | None = None,
         encoder: Encoder | None = None,
+        group_by: str | None = None,
         epochs: int | None = None,
         on_damaged: OnDamaged = "error",
         worker_timeout: float = 300.0,
@@ -114,6 +118,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
+        if encoder is not None and group_by is not None:
+            raise ValueError(f"group_by={group_by!r} is for the default encoder: let yours set EncodedSource.group")
         if on_mismatch not in ("error", "restart"):
             raise ValueError(f"on_mismatch={on_mismatch!r} is not one of 'error', 'restart'")
         if on_damaged not in ("error", "skip"):
@@ -122,7 +128,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
-        self.packing = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
+        self.packing = self._asked = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
         self.packs_per_batch = packs_per_batch
@@ -137,6 +143,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.storage_retry = storage_retry
         self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
+        self._group_by = group_by
         self._progress: TrainingProgress | None = None
         self._fitted_by: pl.Trainer | None = None
         self._fingerprint: dict[str, Any] = {}
@@ -160,7 +167,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
     def encoder(self) -> Encoder:
         """Record -> source."""
         if self._encoder is None:
-            self._encoder = RecordEncoder(self.tokenizer)
+            self._encoder = RecordEncoder(self.tokenizer, group_by=self._group_by)
         return self._encoder
 
     def prepare_data(self) -> None:
@@ -190,6 +197,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.rank, self.ranks = rank, ranks
+        self.packing = self._asked
         self.options = StreamOptions(
             path=self.path,
             encoder=self.encoder,
@@ -207,6 +215,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         goes_on = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
         if self.epochs is not None:
             refuse_endless(self.path, "train")
+        if goes_on:
+            self._pack_with(settled_as(self.packing, self._fingerprint))
         fingerprint = self._settings()
         changed = different_settings(self._fingerprint, fingerprint) if goes_on else []
         if changed:
@@ -217,6 +227,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             self._stop()
             loader = ExactLoader(self.options, workers=self._workers, epochs=self.epochs, everyone=Agreement().everyone)
             self._progress = TrainingProgress(loader, check_restored=self._refuse_without_position)
+            self._pack_with(self._asked)
         self._fingerprint = fingerprint
         self._fitted_by = trainer
         self._resumed = False
@@ -225,6 +236,20 @@ class EnergonPackDataModule(pl.LightningDataModule):
             self._leave_callbacks()
             # First, so that a checkpoint callback sees the batch counted.
             trainer.callbacks.insert(0, self._progress)  # type: ignore[attr-defined]
+
+    def _pack_with(self, policy: PackingPolicy) -> None:
+        self.packing = policy
+        self.options = replace(self.options, policy=policy)
+        if self._fingerprint:
+            self._fingerprint["packing.algorithm"] = policy.algorithm
+        if self._progress is not None:
+            self._progress.loader.options = self.options
+
+    def _settle(self) -> None:
+        """Choose the algorithm by the first sources that are trained on, where it is not chosen yet."""
+        if self.packing.algorithm == "auto":
+            found = sample_sources(self.options, of=self._workers.of, epoch=None if self.epochs is None else 0)
+            self._pack_with(self.packing.settled(found.lengths))
 
     @property
     def _workers(self) -> Workers:
@@ -275,6 +300,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 self._refuse_without_position()
         if self._progress is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
+        self._settle()
         if trainer is not None and self._progress not in trainer.callbacks:  # type: ignore[attr-defined]
             return SearchLoader(self._progress.loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return self._progress.loader
@@ -303,7 +329,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
         everyone = Agreement().everyone if must_stay_in_step(self.trainer) else None
-        return PassLoader(replace(self.options, path=path), workers=self._workers, split=split, everyone=everyone)
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._settle()
+        options = replace(self.options, path=path)
+        if options.policy.algorithm == "auto":
+            # Evaluation without training.
+            found = sample_sources(options, of=self._workers.of, split=split, evaluation=True)
+            options = replace(options, policy=options.policy.settled(found.lengths))
+        return PassLoader(options, workers=self._workers, split=split, everyone=everyone)
 
     def teardown(self, stage: str) -> None:
         """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
@@ -343,6 +376,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             return
         if self._progress is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
+        self._pack_with(settled_as(self._asked, state_dict.get("settings")))
         problem = first_problem(self._problem_of(state_dict, settings=self._fingerprint, ranks=[self.rank]))
         if problem is not None:
             self._refuse_or_restart(problem, point=point_of(state_dict))
@@ -370,6 +404,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self._prepare(0, ranks)
         if self.epochs is not None:
             refuse_endless(self.path, "train")
+        self._pack_with(settled_as(self._asked, state.get("settings") if isinstance(state, dict) else None))
         return self._problem_of(state, settings=self._settings(), ranks=range(ranks))
 
     def _problem_of(self, state: Any, *, settings: dict[str, Any], ranks: Iterable[int]) -> ValueError | None:
@@ -380,6 +415,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self.on_mismatch == "error":
             raise problem
         assert self._progress is not None
+        self._pack_with(self._asked)
         rank_zero_warn(
             "on_mismatch='restart': THE DATA STARTS OVER from its beginning, so what was trained on comes again. Weights, "
             f"optimizer and step count go on from the checkpoint. The reason: {problem}"

@@ -7,17 +7,22 @@ nothing over-long, empty or without a target ever reaches the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from lightning_pack.binning import get_packer
+from lightning_pack import binning
+from lightning_pack.binning import Groups
+from lightning_pack.carry import Candidates, closed_rows, exact_fill, fullest_half
 from lightning_pack.layout import RowLayout
 from lightning_pack.row import IGNORE, EncodedSource, LeftOut, Pack
 
 Overlength = Literal["drop", "truncate", "split", "error"]
+Balance = Literal["quadratic"]
+#: What ``algorithm="auto"`` chooses from.
+AUTO = ("exact_fill", "minimum_bin_slack")
 
 
 class OverlengthError(ValueError):
@@ -30,16 +35,28 @@ class PackingPolicy:
 
     Args:
         capacity: most tokens a pack may hold, alignment included.
-        algorithm: name of a registered packer, see :mod:`lightning_pack.binning`.
+        algorithm: name of a registered packer, see :mod:`lightning_pack.binning`; ``"auto"`` is ``"exact_fill"`` or
+            ``"minimum_bin_slack"``, whichever packs the first sources of the data better (see :meth:`settled`).
         buffer_size: candidates that one loader worker holds to choose from, in sources.
+        carry_over: whether the sources of under-filled packs stay in the buffer; else the whole buffer is packed and emitted
+            each time, as Energon does.
+        age_limit: turnovers of the buffer after which a source that stayed is packed first; none is emitted after more than 1.5
+            times as many. None means 4.
         multiple: every source is padded to a multiple of this, in tokens (see :class:`~lightning_pack.ParallelLayout`).
         width: ``"variable"`` rows are as wide as their sources need; ``"fixed"`` rows are ``capacity`` wide; a number of tokens
             fixes another width. None means ``"variable"``.
         overlength: what happens to a source longer than ``capacity``: ``"drop"`` leaves it out and reports it, ``"truncate"``
             cuts its end off and reports the cut, ``"split"`` makes several sources of a plain text (a piece starts with the
             last token of the piece before as context, so every token stays a target once), ``"error"`` stops the run.
-        seed: of the order in which the packs of a buffer are emitted. The longest-first packers would otherwise end every
-            buffer with its short sources. ``"concatenative"`` keeps the order of arrival and refuses a seed.
+        max_sources: most sources in a pack.
+        min_bins: least number of packs that the whole buffer becomes; without carry-over.
+        bins_multiple_of: the whole buffer becomes a multiple of so many packs; without carry-over.
+        delta: packs that ``"balanced_greedy_knapsack"`` opens beyond the least number.
+        balance: ``"quadratic"`` lets all loader workers, on all ranks, emit packs of about the same sum of squared lengths in
+            the same step, without communication. Attention costs as much.
+        window: packs that each loader worker holds to that end. None means 64.
+        seed: of the order in which the packs that leave a buffer together are emitted. The longest-first packers would
+            otherwise end with the short sources each time. ``"concatenative"`` keeps the order of arrival and refuses a seed.
 
     Raises:
         ValueError: for values that do not fit together.
@@ -54,17 +71,30 @@ class PackingPolicy:
 
     capacity: int
     _: KW_ONLY
-    algorithm: str = "best_fit_decreasing"
+    algorithm: str = "auto"
     buffer_size: int = 256
+    carry_over: bool = True
+    age_limit: float | None = None
     multiple: int = 1
     width: Literal["variable", "fixed"] | int | None = "variable"
     overlength: Overlength = "drop"
+    max_sources: int | None = None
+    min_bins: int | None = None
+    bins_multiple_of: int = 1
+    delta: int = 0
+    balance: Balance | None = None
+    window: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        get_packer(self.algorithm)
-        for name, least in (("capacity", 1), ("buffer_size", 1), ("multiple", 1), ("seed", 0)):
+        for name, least, optional in (
+            *(("capacity", 1, False), ("buffer_size", 1, False), ("multiple", 1, False), ("seed", 0, False)),
+            *(("max_sources", 1, True), ("min_bins", 1, True), ("bins_multiple_of", 1, False), ("delta", 0, False)),
+            ("window", 2, True),
+        ):
             value = getattr(self, name)
+            if value is None and optional:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if self.capacity % self.multiple:
@@ -81,6 +111,46 @@ class PackingPolicy:
         if self.width is None:
             object.__setattr__(self, "width", "variable")
         self._check_width()
+        self._check_packing()
+
+    def _check_packing(self) -> None:
+        """Refuse what would not be used."""
+        if not isinstance(self.carry_over, bool):
+            raise ValueError(f"carry_over={self.carry_over!r} is not True or False")
+        if self.balance not in (None, "quadratic"):
+            raise ValueError(f"balance={self.balance!r} is not 'quadratic' or None")
+        for name, used, where in (
+            ("age_limit", self.carry_over, "carry_over=True"),
+            ("min_bins", not self.carry_over, "carry_over=False, which packs a buffer as a whole"),
+            ("bins_multiple_of", not self.carry_over, "carry_over=False, which packs a buffer as a whole"),
+            ("window", self.balance is not None, "balance='quadratic'"),
+        ):
+            value = getattr(self, name)
+            if value not in (None, 1) and not used:
+                raise ValueError(f"{name}={value!r} is used with {where} only")
+        if self.age_limit is not None and (isinstance(self.age_limit, bool) or not 2 <= self.age_limit < float("inf")):
+            raise ValueError(f"age_limit={self.age_limit!r}: a number of turnovers of at least 2 is needed")
+        binning.check_options(self._packer, self._options)
+
+    @property
+    def _packer(self) -> str:
+        return AUTO[1] if self.algorithm == "auto" else self.algorithm
+
+    @property
+    def _options(self) -> dict[str, int]:
+        """Of the packer: those that are set, and its seed."""
+        options = {name: value for name in ("max_sources", "delta") if (value := getattr(self, name))}
+        return options | ({"seed": self.seed} if "seed" in binning.packer_options(self._packer) else {})
+
+    @property
+    def window_size(self) -> int:
+        """Packs that a loader worker holds to choose the next one from; 1 without balance."""
+        return 1 if self.balance is None else self.window or 64
+
+    @property
+    def window_tokens(self) -> int:
+        """Bound of the tokens in the packs that a loader worker holds."""
+        return self.window_size * self.capacity
 
     def _check_width(self) -> None:
         width = self.width
@@ -104,13 +174,26 @@ class PackingPolicy:
         """Tokens that a source of ``length`` takes up in a row."""
         return -(-length // self.multiple) * self.multiple
 
-    def pack(self, lengths: Sequence[int]) -> list[list[int]]:
+    def pack(self, lengths: Sequence[int]) -> Groups:
         """Groups of indices into ``lengths``: each index once, each group within ``capacity`` after alignment.
 
         Raises:
             ValueError: for a source without tokens.
             OverlengthError: for a source that fits in no row.
         """
+        return self._pack(self._all_aligned(lengths))
+
+    def _pack(self, aligned: Sequence[int]) -> Groups:
+        return binning.pack(
+            aligned,
+            self.capacity,
+            algorithm=self._packer,
+            min_bins=self.min_bins,
+            bins_multiple_of=self.bins_multiple_of,
+            **self._options,
+        )
+
+    def _all_aligned(self, lengths: Sequence[int]) -> list[int]:
         aligned = []
         for index, length in enumerate(lengths):
             if length < 1:
@@ -118,7 +201,61 @@ class PackingPolicy:
             if length > self.capacity:
                 raise OverlengthError(self._too_long(f"source {index}", length))
             aligned.append(self.aligned(int(length)))
-        return get_packer(self.algorithm)(aligned, self.capacity)
+        return aligned
+
+    def choose(
+        self,
+        lengths: Sequence[int],
+        *,
+        ages: Sequence[int] | None = None,
+        keys: Sequence[Hashable] | None = None,
+        final: bool = False,
+    ) -> Groups:
+        """Groups of indices into ``lengths`` that leave the buffer now; all of them without carry-over, or where ``final``.
+
+        Args:
+            lengths: real tokens of the sources in the buffer, in order of arrival.
+            ages: sources read since each was; None means all are new.
+            keys: sources with different keys do not share a pack.
+            final: whether no more sources come.
+
+        Raises:
+            ValueError: for a source without tokens.
+            OverlengthError: for a source that fits in no row.
+        """
+        aligned = self._all_aligned(lengths)
+        if not aligned:
+            return []
+        none = [0] * len(aligned)
+        buffer = Candidates(
+            lengths=aligned,
+            ages=none if ages is None else ages,
+            keys=none if keys is None else keys,
+            old=self.buffer_size * (self.age_limit or 4.0),
+            capacity=self.capacity,
+            max_sources=self.max_sources,
+        )
+        if not self.carry_over:
+            groups = []
+            for apart in buffer.by_key(range(len(aligned))):
+                groups += [[apart[i] for i in group] for group in self._pack([aligned[i] for i in apart])]
+            return groups
+        if self._packer == "exact_fill":
+            return exact_fill(buffer, final=final)
+        rule = closed_rows if self._packer == "concatenative" else fullest_half
+        return rule(buffer, self._pack, final=final)
+
+    def settled(self, lengths: Sequence[int]) -> PackingPolicy:
+        """This policy with ``"auto"`` replaced by the algorithm that packs a stream of these real lengths in fewer packs.
+
+        Deterministic: the same lengths give the same choice. Other policies are returned as they are.
+        """
+        if self.algorithm != "auto":
+            return self
+        from lightning_pack.simulation import simulate
+
+        choices = [replace(self, algorithm=name) for name in AUTO]
+        return min(choices, key=lambda choice: simulate(choice, lengths).packs)
 
     def layout(self, lengths: Sequence[int]) -> RowLayout:
         """Boundaries of the row that holds sources of these real lengths, in this order.
@@ -167,7 +304,9 @@ class PackingPolicy:
         for start in range(0, len(source) - 1, self.capacity - 1):
             part = slice(start, start + self.capacity)
             key = f"{source.key}#{len(pieces)}"
-            pieces.append(EncodedSource.of(key, source.input_ids[part].clone(), source.labels[part]))
+            piece = EncodedSource.of(key, source.input_ids[part].clone(), source.labels[part])
+            piece.group = source.group
+            pieces.append(piece)
         return pieces
 
     def _too_long(self, what: str, length: int) -> str:
@@ -176,18 +315,34 @@ class PackingPolicy:
             "or choose overlength='drop' or 'truncate' ('split' for plain text)"
         )
 
-    def select(self, buffer: Sequence[EncodedSource], *, worker: int = 0, index: int = 0) -> list[list[EncodedSource]]:
-        """Energon's first hook: groups of the very objects in ``buffer``, each exactly once.
+    def select(
+        self,
+        buffer: Sequence[EncodedSource],
+        *,
+        ages: Sequence[int] | None = None,
+        final: bool = False,
+        worker: int = 0,
+        index: int = 0,
+    ) -> list[list[EncodedSource]]:
+        """Energon's first hook: groups of the very objects in ``buffer``, each at most once; the others stay (carry-over).
 
         Markers of left-out sources ride in the first group, so that they are reported as early as possible.
 
         Args:
-            buffer: what the worker holds, markers of left-out sources included.
+            buffer: what the worker holds in order of arrival, markers of left-out sources included.
+            ages: sources read since each of them was; None means all are new.
+            final: whether no more sources come.
             worker: global number of the loader worker.
             index: how often this worker has selected before; with ``seed`` and ``worker`` it fixes the order of the groups.
         """
-        usable = [source for source in buffer if len(source)]
-        groups = [[usable[i] for i in group] for group in self.pack([len(source) for source in usable])]
+        usable = [i for i, source in enumerate(buffer) if len(source)]
+        chosen = self.choose(
+            [len(buffer[i]) for i in usable],
+            ages=None if ages is None else [ages[i] for i in usable],
+            keys=[buffer[i].group for i in usable],
+            final=final,
+        )
+        groups = [[buffer[usable[i]] for i in group] for group in chosen]
         if self.algorithm != "concatenative":
             order = np.random.default_rng([self.seed, worker, index]).permutation(len(groups))
             groups = [groups[i] for i in order]
@@ -207,4 +362,7 @@ class PackingPolicy:
 
     def fingerprint(self) -> dict[str, Any]:
         """Every setting as plain values; two policies with equal fingerprints pack the same stream the same way."""
-        return asdict(self)
+        settings = asdict(self)
+        if self.carry_over:
+            settings["age_limit"] = self.age_limit or 4.0
+        return settings | {"window": self.window_size}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from lightning_pack.energon import StreamOptions, Workers, redistribute
 from lightning_pack.energon.fields import StateError, damaged
 from lightning_pack.energon.validity import refuse_impossible, refuse_scattered
+from lightning_pack.policy import AUTO, PackingPolicy
 from lightning_pack.resume import ResumeError, refuse_damaged_rank, refuse_other_settings, refuse_redistribution
 from lightning_pack.rewind import ResumePoint, SaveRefusedError
 from lightning_pack.topology import topology
@@ -89,6 +91,12 @@ def point_of(state: Any) -> ResumePoint | None:
         return ResumePoint.from_plain(state["ranks"][0]["point"])
     except (TypeError, LookupError, ValueError):
         return None
+
+
+def settled_as(policy: PackingPolicy, settings: Any) -> PackingPolicy:
+    """A policy whose algorithm is still to be chosen, with the choice that saved settings hold; any other as it is."""
+    chosen = settings.get("packing.algorithm") if isinstance(settings, Mapping) else None
+    return replace(policy, algorithm=chosen) if policy.algorithm == "auto" and chosen in AUTO else policy
 
 
 def gather(mine: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

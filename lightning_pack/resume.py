@@ -13,7 +13,7 @@ from lightning_pack.energon.state import from_plain
 from lightning_pack.topology import RANKS, WORKERS, Topology, many, topology
 
 #: Version of the datamodule's state in a checkpoint.
-STATE_VERSION = 2
+STATE_VERSION = 3
 #: What each rank counts of what it trained on.
 COUNTS = ("rows", "sources", "real_tokens", "left_out")
 

@@ -61,6 +61,8 @@ class EncodedSource:
     #: A plain text, which ``overlength="split"`` may cut in pieces.
     splittable: bool = False
     left_out: LeftOut | None = None
+    #: Sources of different groups do not share a pack.
+    group: str | None = None
     #: Set by Energon: how to read and encode this source again.
     __restore_key__: tuple[Any, ...] = ()
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lightning_pack import EnergonPackDataModule
 from lightning_pack.energon import ExactLoader
 from lightning_pack.energon.loader import Standing
-from lightning_pack.energon.stage import DamagedDataError
+from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.energon.state import MOST_DEPTH, StateError, from_plain, to_plain
 from lightning_pack.energon.validity import MOST_BUFFERS_PASSED_OVER, refuse_scattered
 from lightning_pack.resume import ResumeError

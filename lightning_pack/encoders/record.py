@@ -23,16 +23,22 @@ class RecordEncoder:
     Args:
         tokenizer: a transformers tokenizer; if it has a chat template, that is checked at once.
         template_kwargs: variables passed to the chat template, see :class:`ChatEncoder`.
+        group_by: a field of the records, such as ``"language"``: sources that differ in it do not share a pack. Those without
+            it share packs with each other.
 
     Raises:
         TemplateError: if there is a chat template, but it does not tell which tokens the assistant wrote.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, TemplateValue] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, TemplateValue] | None = None,
+        group_by: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._template_kwargs = template_kwargs
+        self._group_by = group_by
         self._text = PlainTextEncoder(tokenizer)
         self._chat = (
             ChatEncoder(tokenizer, template_kwargs=template_kwargs) if tokenizer.chat_template or template_kwargs else None
@@ -47,12 +53,21 @@ class RecordEncoder:
             TemplateError: for a chat, if the tokenizer has no chat template.
         """
         if isinstance(read_record(record), str):
-            return self._text(key, record)
-        if self._chat is None:
-            self._chat = ChatEncoder(self.tokenizer)
-        return self._chat(key, record)
+            source = self._text(key, record)
+        else:
+            if self._chat is None:
+                self._chat = ChatEncoder(self.tokenizer)
+            source = self._chat(key, record)
+        if self._group_by is not None and record.get(self._group_by) is not None:
+            source.group = str(record[self._group_by])
+        return source
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly where the same record gives the same tokens."""
         chat = {} if self._chat is None else self._chat.fingerprint()
-        return {"tokenizer": tokenizer_fingerprint(self.tokenizer), **chat, "encoder": "record"}
+        return {
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            **chat,
+            "encoder": "record",
+            "group_by": self._group_by,
+        }

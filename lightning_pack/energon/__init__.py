@@ -5,14 +5,17 @@ from lightning_pack.energon.fingerprint import data_fingerprint
 from lightning_pack.energon.loader import ExactLoader, redistribute
 from lightning_pack.energon.passes import PassLoader
 from lightning_pack.energon.reader import Workers
+from lightning_pack.energon.sampling import SampledSources, sample_sources
 
 __all__ = [
     "ExactLoader",
     "PassLoader",
+    "SampledSources",
     "StreamOptions",
     "Workers",
     "data_fingerprint",
     "has_split",
     "redistribute",
+    "sample_sources",
     "refuse_endless",
 ]

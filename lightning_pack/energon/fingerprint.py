@@ -29,7 +29,7 @@ from lightning_pack.energon.dataset import _leaves
 from lightning_pack.energon.storage import read_range
 
 #: Changes with every release of this package after which the same settings give other batches.
-STREAM_VERSION = 2
+STREAM_VERSION = 3
 #: Local files of so many bytes together are read in full.
 READ_IN_FULL = 256 << 20
 #: More files than this are listed in groups of neighbours.

@@ -90,7 +90,7 @@ class ExactLoader:
     An endless stream never ends. In finite passes each iteration is one pass, or the rest of one; ranks agree on where it ends.
 
     Args:
-        options: of the stream.
+        options: of the stream; may be replaced until the first row is read.
         workers: those of this rank.
         epochs: passes over the data; None is an endless stream.
         everyone: whether a condition holds on all data-parallel ranks; a collective.
@@ -104,7 +104,7 @@ class ExactLoader:
         epochs: int | None = None,
         everyone: Callable[[bool], bool] = bool,
     ) -> None:
-        self._options = options
+        self.options = options
         self._workers = workers
         self.epochs = epochs
         self._everyone = everyone
@@ -185,7 +185,7 @@ class ExactLoader:
         return fetched
 
     def _open(self, epoch: int | None) -> RankReader:
-        share = partial(open_share, self._options, split="train", of=self._workers.of, epoch=epoch)
+        share = partial(open_share, self.options, split="train", of=self._workers.of, epoch=epoch)
         self._reader = RankReader(share, workers=self._workers, start=self._reached.workers)
         return self._reader
 

@@ -1,8 +1,9 @@
 """Where a worker's stream stands between two rows.
 
-The position is the state of the stages below from before the buffer was filled, and the number of its packs that were emitted
-since. Whoever starts from it fills the same buffer again and leaves those packs out, so that a start from a position takes as
-long as a start from the beginning, and the buffer itself is never stored.
+The position is the state of the stages below from before the buffer was filled up, the keys of the sources that were in it already
+(carried over), and the number of its packs that were emitted since. Whoever starts from it reads those sources again, fills up the
+same buffer and leaves those packs out, so that a start from a position takes as long as a start from the beginning, and no token
+is ever stored.
 
 That holds while the data is the same. If a part of it cannot be read any more, the buffer is another one: hashes of the sources
 tell, and those that were emitted are passed over one by one, wherever they come now.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.energon.state import FlexState
 
@@ -20,6 +23,7 @@ from lightning_pack.row import EncodedSource
 
 #: Bytes of the hash of a source.
 HASH_BYTES = 8
+RestoreKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -29,18 +33,31 @@ class StagePosition:
     Args:
         buffer: number of the buffer whose packs come next.
         emitted: how many of its packs were emitted.
-        start: state of the stages below before that buffer was filled; the same object for all positions in a buffer.
+        start: state of the stages below before that buffer was filled up; the same object for all positions in a buffer.
+        carried: keys of the sources that were in it before that, in order; the same object for all positions in a buffer.
+        entered: for each of them, how many sources had been read before it.
+        read: sources read before the buffer was filled up.
         skip: hashes of sources that are passed over while it is filled, :data:`HASH_BYTES` each.
         given: hashes of the sources that were emitted of it.
-        digest: hash of all its sources in order; none where none was emitted.
+        digest: hash of all its sources in order; of those that were in it before, where none was emitted.
+        window: number of the window of packs that is being emitted, where packs are balanced. What is above is then the position
+            before its first pack.
+        window_emitted: how many of its packs were emitted.
+        window_given: hashes of their sources.
     """
 
     buffer: int
     emitted: int
     start: FlexState
+    carried: Sequence[RestoreKey] = field(default_factory=list)
+    entered: Sequence[int] = field(default_factory=list)
+    read: int = 0
     skip: bytes = b""
     given: bytes = b""
     digest: bytes = b""
+    window: int = 0
+    window_emitted: int = 0
+    window_given: bytes = b""
 
 
 @dataclass
@@ -48,9 +65,20 @@ class Buffer:
     """Sources that packs are chosen from."""
 
     number: int
-    #: State of the stages below before the first source.
+    #: State of the stages below before the first source that is new.
     start: FlexState
+    #: Sources read before those that are new.
+    read: int = 0
+    #: What was in it before, see :class:`StagePosition`.
+    carried: Sequence[RestoreKey] = field(default_factory=list)
+    carried_entered: Sequence[int] = field(default_factory=list)
+    carried_digest: bytes = b""
+    #: In order of arrival; for each its hash, and how many sources had been read before it.
     sources: list[EncodedSource] = field(default_factory=list)
+    hashed: list[bytes] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+    #: Sources that are new.
+    new: int = 0
     #: Markers of sources that are left out; they take no place in the buffer.
     markers: list[EncodedSource] = field(default_factory=list)
     #: Hashes of sources to be passed over, since they were emitted before the data was damaged.
@@ -58,14 +86,87 @@ class Buffer:
     #: What of ``skip`` has not come yet.
     unmet: Counter[bytes] = field(default_factory=Counter)
 
+    @classmethod
+    def at(cls, position: StagePosition) -> Buffer:
+        """The buffer of a position, without its sources."""
+        skip = Counter(hashes(position.skip))
+        return cls(position.buffer, position.start, position.read, skip=skip, unmet=skip.copy())
+
+    def after(self, start: FlexState, gone: Sequence[int]) -> Buffer:
+        """The next buffer, with the sources of this one that are not ``gone``; those are carried over."""
+        left = set(gone)
+        stay = [i for i in range(len(self.sources)) if i not in left]
+        following = Buffer(self.number + 1, start, self.read + self.new, skip=self.unmet, unmet=self.unmet.copy())
+        following.sources = [self.sources[i] for i in stay]
+        following.hashed = [self.hashed[i] for i in stay]
+        following.entered = [self.entered[i] for i in stay]
+        following.carry()
+        return following
+
+    def carry(self) -> None:
+        """All sources are carried over: none is new."""
+        self.carried = [source.__restore_key__ for source in self.sources]
+        self.carried_entered = list(self.entered)
+        self.carried_digest = self.digest if self.sources else b""
+        self.new = 0
+
+    def passes_over(self, source: EncodedSource) -> bool:
+        """Whether a source that comes was emitted before the data was damaged; it is then done with."""
+        if not self.unmet or not self.unmet[hashed := hash_of(source)]:
+            return False
+        self.unmet[hashed] -= 1
+        return True
+
+    def add(self, source: EncodedSource, entered: int | None = None) -> None:
+        """A source that is new, or one that was carried over and had ``entered`` before."""
+        self.sources.append(source)
+        self.hashed.append(hash_of(source))
+        self.entered.append(self.read + self.new if entered is None else entered)
+        self.new += entered is None
+
+    def remove(self, emitted: Counter[bytes]) -> None:
+        """Take out the sources that were emitted; those that are not here are passed over when they come."""
+        missing, keep = emitted.copy(), []
+        for i, hashed in enumerate(self.hashed):
+            if missing[hashed]:
+                missing[hashed] -= 1
+            else:
+                keep.append(i)
+        carried = len(self.sources) - self.new
+        # Where the buffer is filled again all but those that were carried over come again.
+        self.skip += emitted - Counter(self.hashed[:carried])
+        self.unmet += missing
+        self.sources, self.hashed = [self.sources[i] for i in keep], [self.hashed[i] for i in keep]
+        self.entered = [self.entered[i] for i in keep if i < carried]
+        self.new = len(keep) - len(self.entered)
+        self.carried = [source.__restore_key__ for source in self.sources[: len(self.entered)]]
+        self.carried_entered = list(self.entered)
+        self.carried_digest = digest_of(b"".join(self.hashed[: len(self.entered)])) if self.entered else b""
+        self.entered += range(self.read, self.read + self.new)
+
+    @property
+    def ages(self) -> list[int]:
+        """For each source, how many were read after it."""
+        return [self.read + self.new - 1 - entered for entered in self.entered]
+
     @property
     def digest(self) -> bytes:
         """Of the sources, in order."""
-        return _hash(b"".join(map(hash_of, self.sources)))
+        return digest_of(b"".join(self.hashed))
 
-    def position(self, emitted: int = 0, given: bytes = b"", digest: bytes = b"") -> StagePosition:
+    def position(self, emitted: int = 0, given: bytes = b"") -> StagePosition:
         """After ``emitted`` packs."""
-        return StagePosition(self.number, emitted, self.start, b"".join(sorted(self.skip.elements())), given, digest)
+        return StagePosition(
+            buffer=self.number,
+            emitted=emitted,
+            start=self.start,
+            carried=self.carried,
+            entered=self.carried_entered,
+            read=self.read,
+            skip=b"".join(sorted(self.skip.elements())),
+            given=given,
+            digest=self.digest if emitted else self.carried_digest,
+        )
 
 
 class DamagedDataError(ValueError):
@@ -74,10 +175,11 @@ class DamagedDataError(ValueError):
 
 def hash_of(source: EncodedSource) -> bytes:
     """Tells a source from others."""
-    return _hash(f"{len(source)} {source.key}".encode())
+    return digest_of(f"{len(source)} {source.key}".encode())
 
 
-def _hash(content: bytes) -> bytes:
+def digest_of(content: bytes) -> bytes:
+    """A hash of :data:`HASH_BYTES`."""
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 

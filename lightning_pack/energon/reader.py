@@ -98,7 +98,7 @@ class RankReader:
             at, before = message.at, self._at[number]
             if at.start is None:
                 assert before is not None
-                at = replace(at, start=before.start)
+                at = replace(at, start=before.start, carried=before.carried, entered=before.entered)
             self._at[number] = at
             self._turn.rotate(-1)
             batch = message.batch

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from megatron.energon import Sample, WorkerConfig, edataclass
-from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.base_dataset import SavableDataset, add_sample_restore_key
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
@@ -32,6 +32,8 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
     Energon's datasets begin again when they are iterated after their end, so a stage above that still holds samples at the end
     of a pass would, restored, mix them with a second pass: this one stays at its end.
 
+    Each sample gets a number of its own in the stream, as a part of its key: in another pass over the data it is another one.
+
     Args:
         dataset: samples of one share.
         finite: whether it has an end.
@@ -40,7 +42,7 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
         worker_config: of the logical worker.
     """
 
-    _savable_fields = ("_ended",)
+    _savable_fields = ("_ended", "_index")
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
     def reset_state_own(self) -> None:
         """Stand at the beginning."""
         self._ended = False
+        self._index = 0
 
     def take_damaged(self) -> list[EncodedSource]:
         """Markers of the samples that could not be read since the last call."""
@@ -76,15 +79,23 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         if not self._finite:
-            yield from self.dataset
+            yield from self._numbered()
         elif not self._ended and self.dataset.worker_has_samples():
-            yield from self.dataset
+            yield from self._numbered()
             self._ended = True
+
+    def _numbered(self) -> Iterator[Sample]:
+        for sample in self.dataset:
+            self._index += 1
+            yield add_sample_restore_key(sample, self._index, src=self)
 
     def restore_sample(self, restore_key: Any) -> Sample:
         """A sample by key; under ``on_damaged="skip"`` one that cannot be read any more becomes a :class:`DamagedSample`."""
+        name, index, *rest = restore_key
+        if name != type(self).__name__ or not isinstance(index, int):
+            raise ValueError(f"the checkpoint refers to a sample by {restore_key!r}, which is no key of this dataset")
         try:
-            return super().restore_sample(restore_key)
+            return add_sample_restore_key(super().restore_sample(tuple(rest)), index, src=self)
         except DamagedDataError as e:
             if self._on_damaged == "error":
                 raise

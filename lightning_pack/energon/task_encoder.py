@@ -26,10 +26,12 @@ from megatron.energon import (
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
+from megatron.energon.state import FlexState
 from megatron.energon.wrappers import ShuffleBufferDataset
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
+from lightning_pack.energon.randomness import number_of, seed_for
 from lightning_pack.energon.reading import DamagedSample, OnDamaged, Reading
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import Whereabouts
@@ -94,8 +96,11 @@ def _keep_bad_lines(dataset: Any) -> None:
     dataset._load_sample = load_or_keep
 
 
-def _refill_in_order(buffer: SavableSampleBuffer[Sample]) -> None:
-    """Let a restored buffer read its samples as they lie in the shards, for random access costs more than the samples."""
+def _make_cheap(buffer: SavableSampleBuffer[Sample]) -> None:
+    """Let a restored buffer read its samples as they lie in the shards, for random access costs more than the samples.
+
+    And let its state be a copy of the list of keys; Energon copies each key as well, though none is ever changed.
+    """
     start = buffer.worker_start
 
     def refill() -> None:
@@ -108,7 +113,10 @@ def _refill_in_order(buffer: SavableSampleBuffer[Sample]) -> None:
             buffer._restore_pending = False
         start()
 
-    buffer.worker_start = refill
+    def save() -> FlexState:
+        return FlexState(__class__=type(buffer).__name__, _restore_keys=list(buffer._restore_keys))
+
+    buffer.worker_start, buffer.save_state = refill, save
 
 
 class PackTaskEncoder(DefaultTaskEncoder):
@@ -148,6 +156,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         self._on_damaged = on_damaged
         self._whereabouts = whereabouts or Whereabouts()
         self._reading: Reading | None = None
+        self._seed_of: tuple[WorkerConfig, int] | None = None
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         if isinstance(dataset.dataset, CrudeJsonlDatasetFactory):
@@ -169,6 +178,11 @@ class PackTaskEncoder(DefaultTaskEncoder):
 
     def _encode(self, sample: Sample) -> EncodedSource:
         key = sample.__key__
+        worker = WorkerConfig.active_worker_config
+        assert worker is not None
+        if self._seed_of is None or self._seed_of[0] is not worker:
+            self._seed_of = worker, worker.worker_seed()
+        seed_for(number_of(sample.__restore_key__), seed=self._seed_of[1])
         try:
             return self.encoder(key, record_of(sample))
         except LeaveOut as e:
@@ -183,14 +197,19 @@ class PackTaskEncoder(DefaultTaskEncoder):
         logger.info("sample %r is left out (%s): %s", key, reason, why)
         return EncodedSource.dropped(key, reason)
 
-    def select_samples_to_pack(self, samples: list[EncodedSource]) -> list[list[EncodedSource]]:
-        """Groups of the buffer's sources; the order of the groups depends on the worker and on how often it has selected."""
+    def select_samples_to_pack(
+        self, samples: list[EncodedSource], *, ages: Sequence[int] | None = None, final: bool = True
+    ) -> list[list[EncodedSource]]:
+        """Groups of the buffer's sources; the order of the groups depends on the worker and on how often it has selected.
+
+        Energon's own protocol knows neither ages nor sources that stay: without them the whole buffer is packed.
+        """
         worker = WorkerConfig.active_worker_config
         stack = WorkerConfig._sample_index_stack
         assert worker is not None
         assert stack is not None
         number = worker.rank * max(worker.num_workers, 1) + worker.rank_worker_id()
-        return self.policy.select(samples, worker=number, index=stack[-1])
+        return self.policy.select(samples, ages=ages, final=final, worker=number, index=stack[-1])
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedSource]) -> Pack:
@@ -213,7 +232,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         )
         if self._shuffle_buffer_size > 1:
             dataset = ShuffleBufferDataset(dataset, size=self._shuffle_buffer_size, worker_config=worker_config)
-            _refill_in_order(dataset._active_buffer)
+            _make_cheap(dataset._active_buffer)
         return super().build_encode_sample(dataset, worker_config=worker_config)
 
     def build_batch(
@@ -229,7 +248,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         assert self._reading is not None
         return PackingStage(
             dataset,
-            buffer_size=self.policy.buffer_size,
+            policy=self.policy,
             select=self.select_samples_to_pack,
             build=self.pack_selected_samples,
             batch=self.batch,

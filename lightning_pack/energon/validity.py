@@ -20,12 +20,13 @@ from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.energon.dataset import StreamOptions, open_share
-from lightning_pack.energon.fields import StateError, count, damaged, number, shown
+from lightning_pack.energon.fields import MOST_COUNT, StateError, count, damaged, list_of, number, restore_key, shown
 from lightning_pack.energon.position import HASH_BYTES, StagePosition
 from lightning_pack.energon.reader import Workers
 from lightning_pack.energon.reading import Reading
 from lightning_pack.energon.state import MOST_BYTES, from_plain
 from lightning_pack.energon.worker import Whereabouts
+from lightning_pack.policy import PackingPolicy
 
 #: A position may pass over so many buffers of sources; a part of the data that gets lost adds one at most.
 MOST_BUFFERS_PASSED_OVER = 64
@@ -83,28 +84,41 @@ def refuse_impossible(
             continue
         if epoch == epochs and epochs is not None:
             raise damaged(place, f"all {epochs} passes over the data are said to be done")
-        _stage(at, options.policy.buffer_size, place)
+        _stage(at, options.policy, place)
         start = from_plain(at["start"], where=f"{place}.start")
         share = open_share(options, saved["worker"], Whereabouts(), split="train", of=workers.of, epoch=epoch)
         _dataset(share.dataset, start, f"{place}.start", 0)
+        _keys(share.dataset, at["carried"], f"{place}.carried", 0)
 
 
-def _stage(at: Any, buffer_size: int, where: str) -> None:
+def _stage(at: Any, policy: PackingPolicy, where: str) -> None:
     """A :class:`~lightning_pack.energon.stage.StagePosition` in plain containers, but for its ``start``."""
     _holds(at, {f.name for f in fields(StagePosition)}, where)
-    count(at["buffer"], f"{where}.buffer")
-    number(0, buffer_size)(at["emitted"], f"{where}.emitted")
-    # A pack has a source at least; where none was emitted, nothing is noted of the buffer.
+    size, windowed = policy.buffer_size, policy.window_size if policy.balance is not None else 0
+    for name, most in (
+        *(("buffer", MOST_COUNT), ("emitted", size), ("read", MOST_COUNT)),
+        *(("window", MOST_COUNT if windowed else 0), ("window_emitted", windowed)),
+    ):
+        number(0, most)(at[name], f"{where}.{name}")
+    carried, entered = at["carried"], at["entered"]
+    list_of(restore_key)(carried, f"{where}.carried")
+    list_of(number(0, max(at["read"] - 1, 0)))(entered, f"{where}.entered")
+    if len(carried) != len(entered) or len(carried) > (size if policy.carry_over else 0) or sorted(entered) != entered:
+        raise damaged(f"{where}.carried", f"{len(carried)} sources cannot have stayed in a buffer of {size}, with this history")
+    # A pack has a source at least.
+    noted = 1 if at["emitted"] or carried else 0
+    emitted, gone = at["emitted"], at["window_emitted"]
     for name, least, most in (
-        ("skip", 0, min(MOST_BUFFERS_PASSED_OVER * buffer_size, MOST_BYTES // HASH_BYTES)),
-        ("given", at["emitted"], buffer_size if at["emitted"] else 0),
-        ("digest", min(at["emitted"], 1), min(at["emitted"], 1)),
+        ("skip", 0, min(MOST_BUFFERS_PASSED_OVER * size, MOST_BYTES // HASH_BYTES)),
+        ("given", emitted, size if emitted else 0),
+        ("digest", noted, noted),
+        ("window_given", gone, min(gone * policy.capacity, MOST_BYTES // HASH_BYTES)),
     ):
         hashes = b"" if at[name] is None else at[name]
         if type(hashes) is not bytes or not least * HASH_BYTES <= len(hashes) <= most * HASH_BYTES or len(hashes) % HASH_BYTES:
             raise damaged(
                 f"{where}.{name}",
-                f"{shown(at[name])} is no row of {least} to {most} hashes of {HASH_BYTES} bytes, after {at['emitted']} packs",
+                f"{shown(at[name])} is no row of {least} to {most} hashes of {HASH_BYTES} bytes, after {emitted} packs",
             )
 
 
@@ -180,12 +194,16 @@ def _reader(dataset: WebdatasetSampleLoaderDataset, state: FlexState, where: str
 
 
 def _buffer(dataset: SavableSampleBuffer[Any], state: FlexState, where: str, worker: int) -> None:
-    for i, key in enumerate(state["_restore_keys"]):
+    _keys(dataset.dataset, state["_restore_keys"], f"{where}._restore_keys", worker)
+
+
+def _keys(dataset: SavableDataset[Any], keys: list[tuple[Any, ...]], where: str, worker: int) -> None:
+    for i, key in enumerate(keys):
         try:
-            _key(dataset.dataset, key, where, worker)
+            _key(dataset, key, where, worker)
         except StateError:
             # The place is named for errors only.
-            _key(dataset.dataset, key, f"{where}._restore_keys[{i}]", worker)
+            _key(dataset, key, f"{where}[{i}]", worker)
 
 
 def _map(dataset: MapDataset[Any, Any], state: FlexState, where: str, worker: int) -> None:
@@ -225,7 +243,7 @@ _CHECKS: dict[type[Any], Any] = {
     ShuffleBufferDataset: _shuffle,
     WebdatasetSampleLoaderDataset: _reader,
 }
-_PASSES_KEYS_ON = (BaseWrapperDataset.restore_sample, Reading.restore_sample, ShuffleBufferDataset.restore_sample)
+_PASSES_KEYS_ON = (BaseWrapperDataset.restore_sample, ShuffleBufferDataset.restore_sample)
 
 
 def _key(dataset: SavableDataset[Any], key: tuple[Any, ...], where: str, worker: int) -> None:
@@ -241,6 +259,8 @@ def _key(dataset: SavableDataset[Any], key: tuple[Any, ...], where: str, worker:
         numbers = 0
         if isinstance(dataset, MapDataset):
             numbers = 2 if inspect.isgeneratorfunction(dataset.map_fn) else 1
+        elif isinstance(dataset, Reading):
+            numbers = 1
         elif type(dataset).restore_sample not in _PASSES_KEYS_ON:
             return
         elif len(dataset.datasets) > 1:

@@ -30,6 +30,7 @@ from megatron.energon.state import FlexState
 
 from lightning_pack.energon.fields import damaged
 from lightning_pack.energon.position import StagePosition
+from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.row import LeftOut, PackedBatch
 
@@ -72,7 +73,7 @@ class Row(NamedTuple):
     """A row and the position after it."""
 
     batch: PackedBatch
-    #: Its ``start`` is None where it is that of the row before.
+    #: Its ``start`` is None where it is that of the row before, and what was carried over too.
     at: StagePosition
 
 
@@ -124,7 +125,7 @@ def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: Stage
             yield End(stage.orphans)
             return
         at = stage.position
-        yield Row(batch, replace(at, start=None) if at.start is known else at)
+        yield Row(batch, replace(at, start=None, carried=[], entered=[]) if at.start is known else at)
         known, number = at.start, number + 1
 
 
@@ -211,7 +212,8 @@ class WorkerHere:
 
     def receive(self) -> Row | End:
         """The next row, or the end."""
-        return next(self._rows)
+        with put_back():
+            return next(self._rows)
 
     def close(self) -> None:
         """Nothing runs beside the main process."""

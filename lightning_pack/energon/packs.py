@@ -1,0 +1,195 @@
+"""Sources -> buffer -> packs, each with the position after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from megatron.energon import WorkerConfig
+from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.state import FlexState
+
+from lightning_pack.energon.fields import damaged
+from lightning_pack.energon.position import Buffer, DamagedDataError, StagePosition, hash_of, hashes
+from lightning_pack.row import EncodedSource, LeftOut, Pack
+
+#: So many sources in a row without one that can be trained on end the run.
+MOST_LEFT_OUT_IN_A_ROW = 10_000
+
+
+class Select(Protocol):
+    """Buffer -> groups, in the way of :meth:`lightning_pack.PackingPolicy.select`."""
+
+    def __call__(
+        self, samples: list[EncodedSource], *, ages: Sequence[int], final: bool
+    ) -> list[list[EncodedSource]]: ...
+
+
+class Emitted(NamedTuple):
+    """A pack, the hashes of its sources, and the position after it."""
+
+    pack: Pack
+    hashed: bytes
+    after: StagePosition
+
+
+class PackStream:
+    """Packs from sources. While the packs of one buffer are emitted the next one is filled, so they come at an even pace.
+
+    Args:
+        dataset: sources, and markers of those that are left out.
+        buffer_size: sources to choose from.
+        select: buffer -> groups; sources in no group stay in the buffer; markers ride along.
+        build: group -> pack (Energon's second hook).
+        take_damaged: markers of the samples that could not be read since the last call.
+        repair: whether to go on where the sources of a buffer are not those that they were.
+        worker_config: of the logical worker.
+    """
+
+    def __init__(
+        self,
+        dataset: SavableDataset[EncodedSource],
+        *,
+        buffer_size: int,
+        select: Select,
+        build: Callable[[list[EncodedSource]], Pack],
+        take_damaged: Callable[[], list[EncodedSource]],
+        repair: bool,
+        worker_config: WorkerConfig,
+    ) -> None:
+        self.dataset = dataset
+        self._buffer_size = buffer_size
+        self._select, self._build = select, build
+        self._take_damaged, self.repair = take_damaged, repair
+        self._worker_config = worker_config
+        self._left_out_in_a_row: Counter[str] = Counter()
+        #: What was left out of a finite stream in which nothing can be trained on.
+        self.orphans: list[LeftOut] = []
+
+    def packs(self, origin: StagePosition) -> Iterator[Emitted]:
+        """Each pack from a position on; the dataset must stand where the position says."""
+        sources = iter(self.dataset)
+        current = self._begin(origin)
+        self._fill(current, sources, upto=self._buffer_size)
+        emitted, given = origin.emitted, origin.given
+        if emitted and (not current.sources or current.digest != origin.digest):
+            self.may_repair(f"buffer {current.number}")
+            current.remove(Counter(hashes(given)))
+            self._fill(current, sources, upto=self._buffer_size)
+            emitted, given = 0, b""
+        while current.sources:
+            # The stream goes on at a source or has ended: no marker is left that would find no pack to ride in.
+            start, source = self._peek(current, sources) if len(current.sources) >= self._buffer_size else (None, None)
+            groups = self._groups(current, final=source is None)
+            place = {id(source): i for i, source in enumerate(current.sources)}
+            chosen = [[place[id(source)] for source in group if len(source)] for group in groups]
+            hashed = [b"".join(current.hashed[i] for i in indices) for indices in chosen]
+            if emitted > len(groups) or given != b"".join(hashed[:emitted]):
+                raise damaged(
+                    f"loader worker {self._worker_config.rank}",
+                    f"{emitted} packs of buffer {current.number} are said to be gone; it has {len(groups)}, of other sources",
+                )
+            ahead = None
+            if source is not None:
+                ahead = current.after(start, [i for indices in chosen for i in indices])
+                ahead.add(source)
+            ages, missing = current.ages, 0 if ahead is None else self._buffer_size - len(ahead.sources)
+            for number in range(emitted, len(groups)):
+                given += hashed[number]
+                last = ahead is not None and number == len(groups) - 1
+                pack = self._build(groups[number])
+                pack.ages = [ages[i] for i in chosen[number]]
+                yield Emitted(
+                    pack, hashed[number], ahead.position() if last and ahead else current.position(number + 1, given)
+                )
+                if ahead is not None:
+                    # Over the packs that are left, so that a start in the middle keeps the pace too.
+                    done, all_left = number + 1 - emitted, len(groups) - emitted
+                    self._fill(ahead, sources, upto=self._buffer_size - missing + missing * done // all_left)
+            if ahead is None:
+                return
+            self._fill(ahead, sources, upto=self._buffer_size)
+            current, emitted, given = ahead, 0, b""
+        self.orphans = [marker.left_out for marker in current.markers if marker.left_out is not None]
+
+    def may_repair(self, what: str) -> None:
+        """Check that sources other than those that were there before are allowed.
+
+        Raises:
+            DamagedDataError: if not.
+        """
+        if not self.repair:
+            raise DamagedDataError(
+                f"{what} of loader worker {self._worker_config.rank}: the sources that are read again are not those that the "
+                "checkpoint was saved with: the data or the encoder has changed, or the checkpoint is damaged. Restore what it "
+                'was, or set on_damaged="skip" to go on with what is left (nothing is trained on twice)'
+            )
+
+    def _begin(self, origin: StagePosition) -> Buffer:
+        """The buffer of a position, with the sources that were carried over, which are read again by their keys."""
+        buffer = Buffer.at(origin)
+        # In the order in which they lie in the shards: a key ends with the number of the sample.
+        order = sorted(range(len(origin.carried)), key=lambda i: origin.carried[i][-1])
+        again = {i: self.dataset.restore_sample(origin.carried[i]) for i in order}
+        for i, entered in enumerate(origin.entered):
+            if not self._usable(again[i]):
+                buffer.markers.append(again[i])
+            elif buffer.passes_over(again[i]):
+                buffer.skip -= Counter([hash_of(again[i])])
+            else:
+                buffer.add(again[i], entered)
+        buffer.carry()
+        if not origin.emitted and buffer.carried_digest != origin.digest:
+            self.may_repair(f"buffer {buffer.number}")
+        return buffer
+
+    def _groups(self, buffer: Buffer, *, final: bool) -> list[list[EncodedSource]]:
+        ages = buffer.ages + [0] * len(buffer.markers)
+        self._worker_config.worker_push_sample_index(buffer.number)
+        try:
+            return self._select(buffer.sources + buffer.markers, ages=ages, final=final)
+        finally:
+            self._worker_config.worker_pop_sample_index()
+
+    def _fill(self, buffer: Buffer, sources: Iterator[EncodedSource], *, upto: int) -> None:
+        while len(buffer.sources) < upto and (source := self._take(sources, buffer)) is not None:
+            if not self._usable(source):
+                buffer.markers.append(source)
+            elif not buffer.passes_over(source):
+                buffer.add(source)
+
+    def _peek(
+        self, current: Buffer, sources: Iterator[EncodedSource]
+    ) -> tuple[FlexState, EncodedSource] | tuple[None, None]:
+        """The first source after a buffer and the state before it; markers before that belong to the buffer."""
+        while True:
+            start = self.dataset.save_state()
+            source = self._take(sources, current)
+            if source is None:
+                return None, None
+            if not self._usable(source):
+                current.markers.append(source)
+            elif not current.passes_over(source):
+                return start, source
+
+    def _take(self, sources: Iterator[EncodedSource], buffer: Buffer) -> EncodedSource | None:
+        source = next(sources, None)
+        for marker in self._take_damaged():
+            self._usable(marker)
+            buffer.markers.append(marker)
+        return source
+
+    def _usable(self, source: EncodedSource) -> bool:
+        if len(source):
+            self._left_out_in_a_row.clear()
+            return True
+        assert source.left_out is not None
+        self._left_out_in_a_row[source.left_out.reason] += 1
+        if (count := self._left_out_in_a_row.total()) >= MOST_LEFT_OUT_IN_A_ROW:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self._left_out_in_a_row.most_common())
+            raise ValueError(
+                f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}): "
+                "check capacity, tokenizer and data"
+            )
+        return False
