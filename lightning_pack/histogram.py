@@ -19,12 +19,12 @@ AGE_EDGES = np.array([*range(65), *(64 << i for i in range(1, 8))], dtype=np.int
 AGE_BINS = len(AGE_EDGES) + 1
 #: Bins of aligned lengths, each 1/64 of the capacity wide.
 LENGTH_BINS = 64
-#: Length of :func:`length_counts`.
+#: How many numbers :func:`add_lengths` keeps.
 LENGTH_COUNTS = 1 + 2 * LENGTH_BINS
 _HALF = LENGTH_BINS // 2
 
 
-def age_counts(ages: Sequence[int], *, buffer_size: int) -> Tensor:
+def age_counts(ages: Sequence[int], *, buffer_size: int) -> np.ndarray:
     """Numbers of ages by bin.
 
     Args:
@@ -32,36 +32,41 @@ def age_counts(ages: Sequence[int], *, buffer_size: int) -> Tensor:
         buffer_size: of the policy, in sources.
 
     Returns:
-        int64 ``[AGE_BINS]`` on the CPU. A bin holds the ages above the edge before it, and up to its own edge.
+        int64 ``[AGE_BINS]``. A bin holds the ages above the edge before it, and up to its own edge.
     """
     bins = np.searchsorted(AGE_EDGES * buffer_size, np.asarray(ages, dtype=np.int64) * 8, side="left")
-    return torch.from_numpy(np.bincount(bins, minlength=AGE_BINS).astype(np.int64, copy=False))
+    return np.bincount(bins, minlength=AGE_BINS)
 
 
-def length_counts(aligned: Tensor, *, capacity: int, packs: int) -> Tensor:
-    """The numbers that a :class:`LengthHistogram` is made of.
+def length_edges(capacity: int) -> Tensor:
+    """The largest length of each bin but the last, which takes any other.
 
     A bin of the lower half holds the lengths from its lower edge to just below its upper one, a bin of the upper half those
     above its lower edge and up to its upper one; half of the capacity is in the lower half. With these edges the sets that
     :attr:`LengthHistogram.lower_bound` needs are known exactly.
 
     Args:
-        aligned: int ``[N]``, tokens that sources take up in a row; those without tokens are not counted.
         capacity: of a pack, in tokens.
-        packs: how many packs hold these sources.
 
     Returns:
-        int64 ``[LENGTH_COUNTS]`` on the device of ``aligned``, which is not waited for: packs, sources by bin, tokens by bin.
+        int64 ``[LENGTH_BINS - 1]``.
     """
-    aligned = aligned.long()
-    scaled = aligned * LENGTH_BINS
-    lower = (scaled // capacity).clamp(0, _HALF - 1)
-    upper = ((scaled - 1) // capacity).clamp(_HALF, LENGTH_BINS - 1)
-    bins = torch.where(2 * aligned <= capacity, lower, upper)
-    numbers = torch.zeros(LENGTH_COUNTS, dtype=torch.int64, device=aligned.device)
-    numbers[0] += packs
-    numbers[1:].index_add_(0, torch.cat([bins, bins + LENGTH_BINS]), torch.cat([(aligned > 0).long(), aligned]))
-    return numbers
+    below = [(bin_ * capacity - 1) // LENGTH_BINS for bin_ in range(1, _HALF)]
+    up_to = [bin_ * capacity // LENGTH_BINS for bin_ in range(_HALF, LENGTH_BINS)]
+    return torch.tensor(below + up_to, dtype=torch.int64)
+
+
+def add_lengths(numbers: Tensor, aligned: Tensor, *, edges: Tensor) -> None:
+    """Count sources and their tokens by bin; waits for no device.
+
+    Args:
+        numbers: int64 ``[LENGTH_COUNTS]``, in place: packs, which are not counted here, sources by bin, tokens by bin.
+        aligned: int64 ``[N]``, tokens that sources take up in a row; those without tokens are not counted.
+        edges: of :func:`length_edges`, on the same device.
+    """
+    bins = torch.bucketize(aligned, edges)
+    numbers[1 : 1 + LENGTH_BINS].index_add_(0, bins, aligned.sign())
+    numbers[1 + LENGTH_BINS :].index_add_(0, bins, aligned)
 
 
 class AgeHistogram(NamedTuple):
@@ -99,7 +104,7 @@ class LengthHistogram(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int], *, capacity: int) -> LengthHistogram:
-        """The histogram of the numbers that :func:`length_counts` gives."""
+        """The histogram of packs and of what :func:`add_lengths` counted."""
         counts, tokens = numbers[1 : 1 + LENGTH_BINS], numbers[1 + LENGTH_BINS :]
         return cls(capacity=capacity, packs=numbers[0], counts=tuple(counts), tokens=tuple(tokens))
 

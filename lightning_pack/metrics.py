@@ -13,11 +13,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pack.histogram import AGE_BINS, LENGTH_COUNTS, AgeHistogram, LengthHistogram, age_counts, length_counts
+from lightning_pack.histogram import (
+    AGE_BINS,
+    LENGTH_COUNTS,
+    AgeHistogram,
+    LengthHistogram,
+    add_lengths,
+    age_counts,
+    length_edges,
+)
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
 
@@ -178,6 +187,7 @@ class PackingMetrics(Metric):
     is_differentiable = False
     #: int64 ``[COUNTS]``: :data:`COUNTERS`, then the histograms.
     counts: Tensor
+    _length_edges: Tensor
 
     def __init__(self, policy: PackingPolicy | None = None, *, packs_per_batch: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -188,30 +198,33 @@ class PackingMetrics(Metric):
         self.policy = policy
         self.packs_per_batch = packs_per_batch
         self.add_state("counts", torch.zeros(COUNTS, dtype=torch.int64), dist_reduce_fx="sum")
+        edges = torch.empty(0, dtype=torch.int64) if policy is None else length_edges(policy.capacity)
+        self.register_buffer("_length_edges", edges, persistent=False)
 
     def update(self, batch: PackedBatch) -> None:
         """Count one batch. Reads nothing back from the device."""
         width = batch.input_ids.shape[-1]
         sources = len(batch.source_keys)
         packs = self._packs(width, sources)
-        counts = self.counts
-        # Adding a Python number, or one element, to a view queues work on the device without waiting for it.
-        counts[_PACKS] += packs
-        counts[_SOURCES] += sources
-        counts[_REAL] += batch.cu_seqlens[-1]
-        counts[_TARGETS] += batch.loss_mask.sum()
-        counts[_SLOTS] += self._slots(width, packs)
-        counts[_ALIGNMENT] += self._alignment(batch)
+        # What the host knows goes to the device in one piece; what only the device knows is added there.
+        known = np.zeros(COUNTS, dtype=np.int64)
+        known[[_PACKS, _SOURCES, _SLOTS]] = packs, sources, self._slots(width, packs)
         for gone in batch.left_out:
             reason = _LEFT_OUT + REASONS.index(counted_reason(gone.reason))
-            counts[reason] += 1
-            counts[reason + len(REASONS)] += gone.tokens
-        if self.policy is not None:
-            ages = age_counts(batch.ages, buffer_size=self.policy.buffer_size)
-            counts[AGES] += ages.to(counts.device, non_blocking=True)
-            real = batch.cu_seqlens.diff()
-            aligned = real + (-real).remainder(self.policy.multiple)
-            counts[LENGTHS] += length_counts(aligned, capacity=self.policy.capacity, packs=packs)
+            known[reason] += 1
+            known[reason + len(REASONS)] += gone.tokens
+        real = batch.cu_seqlens.diff().long()
+        if self.policy is None:
+            alignment = (batch.cu_seqlens_padded.diff() - real)[:-1]
+        else:
+            known[AGES] = age_counts(batch.ages, buffer_size=self.policy.buffer_size)
+            known[LENGTHS.start] = packs
+            alignment = (-real).remainder(self.policy.multiple)
+            add_lengths(self.counts[LENGTHS], real + alignment, edges=self._length_edges)
+        self.counts.add_(torch.from_numpy(known).to(self.counts.device, non_blocking=True))
+        self.counts[_REAL].add_(batch.cu_seqlens[-1])
+        self.counts[_TARGETS].add_(batch.loss_mask.sum())
+        self.counts[_ALIGNMENT].add_(alignment.sum())
 
     def stats(self, counts: Sequence[int]) -> PackingStats:
         """The statistics of other numbers that were counted with the same policy, in the order of :attr:`counts`."""
@@ -232,9 +245,3 @@ class PackingMetrics(Metric):
         if self.policy is None or self.policy.row_width is not None:
             return width
         return packs * self.policy.capacity
-
-    def _alignment(self, batch: PackedBatch) -> Tensor:
-        real = batch.cu_seqlens.diff()
-        if self.policy is None:
-            return (batch.cu_seqlens_padded.diff() - real)[:-1].sum()
-        return (-real).remainder(self.policy.multiple).sum()

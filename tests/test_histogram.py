@@ -5,9 +5,18 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_pack.binning import best_fit_decreasing
-from lightning_pack.histogram import AGE_BINS, AgeHistogram, LengthHistogram, age_counts, length_counts
+from lightning_pack.histogram import (
+    AGE_BINS,
+    LENGTH_COUNTS,
+    AgeHistogram,
+    LengthHistogram,
+    add_lengths,
+    age_counts,
+    length_edges,
+)
 
 
 def ages_of(ages: list[int], buffer_size: int) -> AgeHistogram:
@@ -48,8 +57,15 @@ def test_ages_at_the_edges_of_bins() -> None:
     assert ages_of([], 16).percentile(50) == 0.0
 
 
+def length_counts(lengths: Tensor, *, capacity: int, packs: int) -> Tensor:
+    numbers = torch.zeros(LENGTH_COUNTS, dtype=torch.int64)
+    numbers[0] = packs
+    add_lengths(numbers, lengths, edges=length_edges(capacity))
+    return numbers
+
+
 def lengths_of(lengths: list[int], capacity: int, packs: int = 1) -> LengthHistogram:
-    counts = length_counts(torch.tensor(lengths, dtype=torch.int32), capacity=capacity, packs=packs)
+    counts = length_counts(torch.tensor(lengths, dtype=torch.int64), capacity=capacity, packs=packs)
     return LengthHistogram.of(counts.tolist(), capacity=capacity)
 
 
@@ -81,7 +97,9 @@ def test_the_bound_is_what_its_definition_says_at_the_edges_and_below_every_pack
 def test_histograms_add_up_and_hold_every_token(parts: list[list[int]]) -> None:
     counts = [length_counts(torch.tensor(part, dtype=torch.int64), capacity=96, packs=1) for part in parts]
     flat = [length for part in parts for length in part]
-    assert torch.equal(torch.stack(counts).sum(0), length_counts(torch.tensor(flat), capacity=96, packs=len(parts)))
+    assert torch.equal(
+        torch.stack(counts).sum(0), length_counts(torch.tensor(flat, dtype=torch.int64), capacity=96, packs=len(parts))
+    )
     histogram = LengthHistogram.of(torch.stack(counts).sum(0).tolist(), capacity=96)
     assert sum(histogram.counts) == sum(length > 0 for length in flat)
     assert sum(histogram.tokens) == sum(flat)
