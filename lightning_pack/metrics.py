@@ -122,7 +122,7 @@ class PackingStats(NamedTuple):
 
     @property
     def tokens_read(self) -> int:
-        """Tokens that sources had before anything was left out: real tokens and all that were left out."""
+        """Real tokens and all that were left out; a piece of a split source counts the token that it repeats, too."""
         return self.real_tokens + sum(self.left_out_tokens.values())
 
     @property
