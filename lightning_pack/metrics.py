@@ -4,8 +4,8 @@ Every slot of a row is one of three things::
 
     | real token | alignment padding (up to the policy's multiple) | tail padding (no source was short enough) |
 
-so ``real_tokens + alignment_padding + tail_padding == slots``, exactly. Counts are whole numbers in one int64 state, so a sum
-over ranks is one reduction and a resumed run adds to what it counted before.
+so ``real_tokens + alignment_padding + tail_padding == slots``, exactly. Counts are whole numbers in one int64 state, histograms
+of ages and lengths included, so a sum over ranks is one reduction and a resumed run adds to what it counted before.
 """
 
 from __future__ import annotations
@@ -13,22 +13,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pack.histogram import (
+    AGE_BINS,
+    LENGTH_COUNTS,
+    AgeHistogram,
+    LengthHistogram,
+    add_lengths,
+    age_counts,
+    length_edges,
+)
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
 
 #: Why a source is dropped or cut; any other reason is counted as ``other``.
 REASONS = ("overlength", "truncated", "no_targets", "empty", "corrupt", "encoder_error", "damaged", "uneven_ranks", "other")
-#: Names of the elements of :attr:`PackingMetrics.counts`, in order.
+#: Those that mean that a source, or its end, was too long for a row.
+_TOO_LONG = ("overlength", "truncated")
+#: Names of the first elements of :attr:`PackingMetrics.counts`, in order.
 COUNTERS = (
     *("packs", "sources", "real_tokens", "target_tokens", "slots", "alignment_padding"),
     *(f"left_out/{reason}" for reason in REASONS),
     *(f"left_out_tokens/{reason}" for reason in REASONS),
 )
 _PACKS, _SOURCES, _REAL, _TARGETS, _SLOTS, _ALIGNMENT, _LEFT_OUT = range(7)
+#: Where the histograms are in it.
+AGES = slice(len(COUNTERS), len(COUNTERS) + AGE_BINS)
+LENGTHS = slice(AGES.stop, AGES.stop + LENGTH_COUNTS)
+#: Length of :attr:`PackingMetrics.counts`.
+COUNTS = LENGTHS.stop
 
 
 def counted_reason(reason: str) -> str:
@@ -37,7 +54,7 @@ def counted_reason(reason: str) -> str:
 
 
 class PackingStats(NamedTuple):
-    """Counts of packing; fractions are of all slots, and 0 where nothing was counted."""
+    """Counts of packing; what is a share or a mean is 0 where nothing was counted."""
 
     packs: int
     #: Sources in those packs; pieces of a split source count one by one.
@@ -53,11 +70,20 @@ class PackingStats(NamedTuple):
     left_out: dict[str, int]
     #: Their real tokens that are not trained on, by the same reasons.
     left_out_tokens: dict[str, int]
+    #: How long the sources waited for their packs; None where the size of the buffer is not known.
+    ages: AgeHistogram | None = None
+    #: Their aligned lengths; None where the capacity is not known.
+    lengths: LengthHistogram | None = None
 
     @classmethod
-    def of(cls, counts: Sequence[int]) -> PackingStats:
-        """The statistics of numbers in the order of :data:`COUNTERS`."""
-        head, tail = counts[:_LEFT_OUT], counts[_LEFT_OUT:]
+    def of(cls, counts: Sequence[int], *, capacity: int | None = None) -> PackingStats:
+        """The statistics of numbers in the order of :attr:`PackingMetrics.counts`.
+
+        Args:
+            counts: all of them, or only those of :data:`COUNTERS`.
+            capacity: of the policy that the histograms were counted with; None where they were not.
+        """
+        head, tail = counts[:_LEFT_OUT], counts[_LEFT_OUT : len(COUNTERS)]
         sources, tokens = tail[: len(REASONS)], tail[len(REASONS) :]
         occurred = [i for i, number in enumerate(sources) if number]
         packs, packed, real, targets, slots, alignment = head
@@ -70,6 +96,8 @@ class PackingStats(NamedTuple):
             alignment_padding=alignment,
             left_out={REASONS[i]: sources[i] for i in occurred},
             left_out_tokens={REASONS[i]: tokens[i] for i in occurred},
+            ages=None if capacity is None else AgeHistogram(tuple(counts[AGES])),
+            lengths=None if capacity is None else LengthHistogram.of(counts[LENGTHS], capacity=capacity),
         )
 
     @property
@@ -93,18 +121,39 @@ class PackingStats(NamedTuple):
         return self.tail_padding / self.slots if self.slots else 0.0
 
     @property
+    def tokens_read(self) -> int:
+        """Real tokens and all that were left out; a piece of a split source counts the token that it repeats, too."""
+        return self.real_tokens + sum(self.left_out_tokens.values())
+
+    @property
+    def overlength_fraction(self) -> float:
+        """Tokens left out because a source was longer than the capacity, dropped whole or cut, per token read."""
+        too_long = sum(self.left_out_tokens.get(reason, 0) for reason in _TOO_LONG)
+        return too_long / self.tokens_read if too_long else 0.0
+
+    @property
     def sources_per_pack(self) -> float:
         """Mean number of sources in a pack."""
         return self.sources / self.packs if self.packs else 0.0
 
     def ratios(self) -> dict[str, float]:
-        """Names for a logger -> fill, padding per slot by cause, and sources per pack."""
-        return {
+        """Names for a logger -> shares, means, percentiles; those of ages and lengths only where they are known.
+
+        ``fill``, ``alignment_padding`` and ``tail_padding`` are per slot and add up to 1, ``overlength`` is per token read,
+        ages are in turnovers of the buffer, ``gap_to_bound`` is in packs per pack of the bound.
+        """
+        values = {
             "fill": self.fill,
             "alignment_padding": self.alignment_fraction,
             "tail_padding": self.tail_fraction,
+            "overlength": self.overlength_fraction,
             "sources_per_pack": self.sources_per_pack,
         }
+        if self.ages is not None:
+            values |= {"age_p50": self.ages.percentile(50), "age_p95": self.ages.percentile(95), "age_max": self.ages.largest}
+        if self.lengths is not None:
+            values["gap_to_bound"] = self.lengths.gap
+        return values
 
 
 class PackingMetrics(Metric):
@@ -113,8 +162,9 @@ class PackingMetrics(Metric):
     Under a process group :meth:`compute` sums over its ranks (all ranks, or those of the keyword ``process_group``).
 
     Args:
-        policy: what the rows were packed with; gives capacity, width and multiple. Without one every batch counts as one pack
-            whose slots are its physical width; pads between sources then count as alignment, those after the last as tail.
+        policy: what the rows were packed with; gives capacity, width, multiple and the size of the buffer. Without one every
+            batch counts as one pack whose slots are its physical width; pads between sources then count as alignment, those
+            after the last as tail; ages and lengths are not counted.
         packs_per_batch: packs that the loader puts in one batch, where there is a policy. A batch counts as no more packs than
             it has sources and no fewer than its width needs.
         **kwargs: of :class:`torchmetrics.Metric`.
@@ -135,8 +185,9 @@ class PackingMetrics(Metric):
 
     full_state_update = False
     is_differentiable = False
-    #: int64 ``[len(COUNTERS)]``.
+    #: int64 ``[COUNTS]``: :data:`COUNTERS`, then the histograms.
     counts: Tensor
+    _length_edges: Tensor
 
     def __init__(self, policy: PackingPolicy | None = None, *, packs_per_batch: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -146,29 +197,42 @@ class PackingMetrics(Metric):
             raise ValueError(f"packs_per_batch={packs_per_batch} is not used without a policy: pass the policy too")
         self.policy = policy
         self.packs_per_batch = packs_per_batch
-        self.add_state("counts", torch.zeros(len(COUNTERS), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("counts", torch.zeros(COUNTS, dtype=torch.int64), dist_reduce_fx="sum")
+        edges = torch.empty(0, dtype=torch.int64) if policy is None else length_edges(policy.capacity)
+        self.register_buffer("_length_edges", edges, persistent=False)
 
     def update(self, batch: PackedBatch) -> None:
         """Count one batch. Reads nothing back from the device."""
         width = batch.input_ids.shape[-1]
         sources = len(batch.source_keys)
         packs = self._packs(width, sources)
-        counts = self.counts
-        # Adding a Python number, or one element, to a view queues work on the device without waiting for it.
-        counts[_PACKS] += packs
-        counts[_SOURCES] += sources
-        counts[_REAL] += batch.cu_seqlens[-1]
-        counts[_TARGETS] += batch.loss_mask.sum()
-        counts[_SLOTS] += self._slots(width, packs)
-        counts[_ALIGNMENT] += self._alignment(batch)
+        # What the host knows goes to the device in one piece; what only the device knows is added there.
+        known = np.zeros(COUNTS, dtype=np.int64)
+        known[[_PACKS, _SOURCES, _SLOTS]] = packs, sources, self._slots(width, packs)
         for gone in batch.left_out:
             reason = _LEFT_OUT + REASONS.index(counted_reason(gone.reason))
-            counts[reason] += 1
-            counts[reason + len(REASONS)] += gone.tokens
+            known[reason] += 1
+            known[reason + len(REASONS)] += gone.tokens
+        real = batch.cu_seqlens.diff().long()
+        if self.policy is None:
+            alignment = (batch.cu_seqlens_padded.diff() - real)[:-1]
+        else:
+            known[AGES] = age_counts(batch.ages, buffer_size=self.policy.buffer_size)
+            known[LENGTHS.start] = packs
+            alignment = (-real).remainder(self.policy.multiple)
+            add_lengths(self.counts[LENGTHS], real + alignment, edges=self._length_edges)
+        self.counts.add_(torch.from_numpy(known).to(self.counts.device, non_blocking=True))
+        self.counts[_REAL].add_(batch.cu_seqlens[-1])
+        self.counts[_TARGETS].add_(batch.loss_mask.sum())
+        self.counts[_ALIGNMENT].add_(alignment.sum())
+
+    def stats(self, counts: Sequence[int]) -> PackingStats:
+        """The statistics of other numbers that were counted with the same policy, in the order of :attr:`counts`."""
+        return PackingStats.of(counts, capacity=None if self.policy is None else self.policy.capacity)
 
     def compute(self) -> PackingStats:
         """The statistics of everything counted so far."""
-        return PackingStats.of(self.counts.tolist())
+        return self.stats(self.counts.tolist())
 
     def _packs(self, width: int, sources: int) -> int:
         if self.policy is None:
@@ -181,9 +245,3 @@ class PackingMetrics(Metric):
         if self.policy is None or self.policy.row_width is not None:
             return width
         return packs * self.policy.capacity
-
-    def _alignment(self, batch: PackedBatch) -> Tensor:
-        real = batch.cu_seqlens.diff()
-        if self.policy is None:
-            return (batch.cu_seqlens_padded.diff() - real)[:-1].sum()
-        return (-real).remainder(self.policy.multiple).sum()

@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pack.layout import RowLayout
-from lightning_pack.metrics import COUNTERS, REASONS, PackingMetrics, PackingStats
+from lightning_pack.metrics import COUNTERS, COUNTS, REASONS, PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
+
+RATIOS = ("fill", "alignment_padding", "tail_padding", "overlength", "sources_per_pack")
 
 
 def source(key: str, length: int, targets: int | None = None) -> EncodedSource:
@@ -29,7 +31,7 @@ def test_padding_is_told_apart_by_cause() -> None:
     metric.update(PackedBatch.from_packs([policy.build([source("a", 5, targets=2), source("b", 3)])], pad_id=0))
     metric.update(batch_of(policy, [16]))
     stats = metric.compute()
-    assert stats == PackingStats(2, 3, 24, 2 + 2 + 15, 32, 4, {}, {})
+    assert stats[:8] == (2, 3, 24, 2 + 2 + 15, 32, 4, {}, {})
     assert (stats.tail_padding, stats.fill, stats.alignment_fraction, stats.tail_fraction) == (4, 0.75, 0.125, 0.125)
     assert stats.sources_per_pack == 1.5
 
@@ -80,6 +82,9 @@ def test_left_out_is_counted_by_reason_and_unknown_reasons_as_other() -> None:
     stats = metric.compute()
     assert stats.left_out == {"truncated": 1, "no_targets": 1, "other": 1}
     assert stats.left_out_tokens == {"truncated": 3, "no_targets": 4, "other": 7}
+    assert stats.tokens_read == 11 + 4 + 2 + 7
+    # Only the end of the truncated source is lost to its length.
+    assert stats.overlength_fraction == stats.ratios()["overlength"] == 3 / 24
     assert stats.sources == 2
     assert stats.real_tokens == 10
 
@@ -89,7 +94,9 @@ def test_nothing_counted_gives_zeros_not_a_division() -> None:
     metric.update(PackedBatch.from_packs([Pack([], None, [LeftOut("x", "empty", 0)])], pad_id=0))
     stats = metric.compute()
     assert stats.packs == 0
-    assert stats.ratios() == {"fill": 0.0, "alignment_padding": 0.0, "tail_padding": 0.0, "sources_per_pack": 0.0}
+    assert set(stats.ratios()) == {*RATIOS, "age_p50", "age_p95", "age_max", "gap_to_bound"}
+    assert set(stats.ratios().values()) == {0.0}
+    assert set(PackingStats.of([0] * COUNTS).ratios()) == set(RATIOS), "without a policy nobody knows the others"
 
 
 @settings(max_examples=60, deadline=None)
@@ -108,13 +115,28 @@ def test_counts_are_those_of_the_sources(lengths: list[int], multiple: int, widt
     used = [lengths[i] for group in groups[:whole] for i in group]
     for start in range(0, whole, packs_per_batch):
         metric.update(batch_of(policy, *([lengths[i] for i in group] for group in groups[start : start + packs_per_batch])))
-    stats = PackingStats.of(metric.counts.tolist())
+    stats = metric.stats(metric.counts.tolist())
     assert (stats.packs, stats.sources, stats.real_tokens) == (whole, len(used), sum(used))
     assert stats.target_tokens == sum(length - 1 for length in used)
     assert stats.alignment_padding == sum(policy.aligned(length) - length for length in used)
     assert stats.slots == whole * (policy.row_width or policy.capacity)
     assert stats.real_tokens + stats.alignment_padding + stats.tail_padding == stats.slots
     assert stats.tail_padding >= 0
+    assert stats.lengths is not None
+    assert stats.lengths.packs == whole >= stats.lengths.lower_bound
+    assert sum(stats.lengths.counts) == len(used)
+    assert sum(stats.lengths.tokens) == sum(map(policy.aligned, used))
+
+
+def test_ages_are_turnovers_of_the_buffer_and_the_gap_is_to_the_fewest_packs() -> None:
+    policy = PackingPolicy(capacity=16, multiple=4, buffer_size=8)
+    metric = PackingMetrics(policy, packs_per_batch=2)
+    batch = batch_of(policy, [5, 3], [4])  # aligned 8 + 4 + 4, so one pack would do
+    batch.ages[:] = [0, 4, 20]
+    metric.update(batch)
+    ratios = metric.compute().ratios()
+    assert (ratios["age_p50"], ratios["age_p95"], ratios["age_max"]) == (0.5, 2.5, 2.5)
+    assert ratios["gap_to_bound"] == 1.0
 
 
 def test_states_of_ranks_add_up() -> None:
@@ -127,7 +149,8 @@ def test_states_of_ranks_add_up() -> None:
     merged.merge_state(ranks[1])
     assert merged.compute() == both.compute()
     assert merged.counts.dtype == torch.int64
-    assert len(merged.counts) == len(COUNTERS) == 6 + 2 * len(REASONS)
+    assert len(COUNTERS) == 6 + 2 * len(REASONS)
+    assert len(merged.counts) == COUNTS
 
 
 def test_update_reads_nothing_back_from_the_device() -> None:

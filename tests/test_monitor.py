@@ -15,6 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_pack.callbacks.monitor import LeftOutWarning, PackingMonitor
+from lightning_pack.callbacks.work import STEPS
+from lightning_pack.metrics import COUNTS
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import EncodedSource, PackedBatch
@@ -96,12 +98,12 @@ def trainer(path: Path, *callbacks: Any, **options: Any) -> Trainer:
     )
 
 
-def logged(run: Trainer) -> list[dict[str, float]]:
-    """Rows of the logger that hold metrics of training."""
+def logged(run: Trainer, *, of: str = "packing/fill") -> list[dict[str, float]]:
+    """Rows of the logger that hold this metric; by default those of training's intervals."""
     assert isinstance(run.logger, CSVLogger)
     with open(Path(run.logger.log_dir) / "metrics.csv") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return [row for row in rows if "packing/fill" in row]
+    return [row for row in rows if of in row]
 
 
 def without_rates(rows: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -133,6 +135,89 @@ def test_logs_the_interval_and_the_totals(tmp_path: Path) -> None:
     assert "packing/fill" in run.progress_bar_metrics
 
 
+def test_logs_ages_the_gap_and_the_imbalance_of_intervals_and_of_the_epoch(tmp_path: Path) -> None:
+    policy = PackingPolicy(capacity=16, multiple=4, buffer_size=8)
+    batches = [row(*lengths, left_out=(("x", "overlength", 30),) if index < 2 else ()) for index, lengths in enumerate(ROWS)]
+    waited = [[0, 7], [8], [24], [0, 0, 0], [800], [5, 16]]
+    for batch, ages in zip(batches, waited, strict=True):
+        batch.ages[:] = ages
+    run = trainer(tmp_path, PackingMonitor(policy=policy), max_epochs=1)
+    with pytest.warns(LeftOutWarning):
+        run.fit(TokenModel(), Loader(batches))
+    rows = logged(run)
+    assert [r["packing/age_p50"] for r in rows] == [0.875, 0.0, 2.0]
+    # Above 8 turnovers: the power of two above 100.
+    assert [r["packing/age_max"] for r in rows] == [1.0, 3.0, 128.0]
+    assert [r["packing/age_p95"] for r in rows] == [1.0, 3.0, 128.0]
+    # Aligned 8 + 4 + 16, 8 + 4 + 4 + 4, 16 + 8 + 8: two packs each, as there are.
+    assert [r["packing/gap_to_bound"] for r in rows] == [0.0, 0.0, 0.0]
+    assert [r["packing/overlength"] for r in rows] == [pytest.approx(60 / (60 + 24)), 0.0, 0.0]
+    assert [r["packing/rank_imbalance"] for r in rows] == [1.0, 1.0, 1.0]
+    (last,) = logged(run, of="packing/fill_epoch")
+    epoch = {name.removeprefix("packing/"): value for name, value in last.items() if name.startswith("packing/")}
+    # The row of 7 takes 8 of 16, and what the row of three leaves free is enough for the rest of it: one pack less would do.
+    assert epoch == pytest.approx(
+        {
+            "fill_epoch": 63 / 96,
+            "alignment_padding_epoch": (80 - 63) / 96,
+            "tail_padding_epoch": 16 / 96,
+            "overlength_epoch": 60 / (60 + 63),
+            "sources_per_pack_epoch": 10 / 6,
+            "age_p50_epoch": 0.625,
+            "age_p95_epoch": 128.0,
+            "age_max_epoch": 128.0,
+            "gap_to_bound_epoch": 6 / 5 - 1,
+            "rank_imbalance_epoch": 1.0,
+        }
+    )
+
+
+def test_an_epoch_is_counted_on_its_own(tmp_path: Path) -> None:
+    monitor, batches = PackingMonitor(policy=POLICY, summary=False), [row(16), row(4)]
+    run = trainer(tmp_path, monitor, max_steps=-1, max_epochs=2, log_every_n_steps=0)
+    run.fit(TokenModel(), Loader(batches))
+    assert run.callback_metrics["packing/fill_epoch"] == pytest.approx(20 / 32)
+    state = monitor.state_dict()
+    assert (state["total"]["packs"], state["epoch"]["packs"], state["logged"]["packs"]) == (4, 2, 0)
+    assert (state["total"]["imbalance"][0], state["epoch"]["imbalance"][0]) == (4, 2)
+    assert (sum(state["total"]["ages"]), sum(state["epoch"]["ages"])) == (4, 2)
+
+
+def test_sums_of_steps_are_compared_before_they_are_too_many(tmp_path: Path) -> None:
+    monitor = PackingMonitor(policy=POLICY, summary=False)
+    gathered: list[tuple[int, int]] = []
+    run = trainer(tmp_path, monitor, max_steps=STEPS + 2, log_every_n_steps=0, logger=False)
+    inner = run.strategy.all_gather
+
+    def all_gather(tensor: Tensor, **how: Any) -> Tensor:
+        gathered.append((run.fit_loop.epoch_loop.batch_idx, int(tensor[-1])))
+        return inner(tensor, **how)
+
+    run.strategy.all_gather = all_gather  # type: ignore[method-assign]
+    run.fit(TokenModel(), Loader([row(5)] * (STEPS + 2)))
+    assert gathered[0] == (STEPS - 1, STEPS)
+    assert monitor.state_dict()["total"]["imbalance"] == [STEPS + 2, (STEPS + 2) << 32]
+
+
+def test_another_policy_begins_ages_and_lengths_anew(tmp_path: Path) -> None:
+    first = trainer(tmp_path, PackingMonitor(policy=POLICY, summary=False), max_steps=2)
+    first.fit(TokenModel(), Loader([row(5, 3), row(16)]))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    monitor = PackingMonitor(policy=PackingPolicy(capacity=32, multiple=4), summary=False)
+    second = trainer(tmp_path, monitor, max_steps=4)
+    with pytest.warns(UserWarning, match="another capacity or buffer_size, or had none; ages and gap to the bound are counted"):
+        second.fit(TokenModel(), Loader([row(7), row(8)]), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    total = monitor.state_dict()["total"]
+    assert (total["packs"], total["sources"], sum(total["ages"]), total["lengths"][0]) == (4, 5, 2, 2)
+    # The packs before it are in no gap; two packs of 8 tokens could be one.
+    assert logged(second)[-1]["packing/gap_to_bound"] == 1.0
+    monitor.policy = POLICY
+    with pytest.warns(UserWarning, match="ages and gap to the bound are counted anew"):
+        second.fit(TokenModel(), Loader([row(7), row(8)]))
+    total = monitor.state_dict()["total"]
+    assert (total["packs"], sum(total["ages"]), total["lengths"][0]) == (4, 0, 0)
+
+
 def test_policy_comes_from_the_datamodule(tmp_path: Path) -> None:
     class Data(LightningDataModule):
         packing = POLICY
@@ -150,17 +235,25 @@ def test_policy_comes_from_the_datamodule(tmp_path: Path) -> None:
 
 def test_one_logging_for_an_accumulated_step(tmp_path: Path) -> None:
     monitor = PackingMonitor(policy=POLICY, summary=False)
-    reads = []
-    inner = monitor._sum_over_ranks
-    monitor._sum_over_ranks = lambda counts: reads.append(len(counts)) or inner(counts)  # type: ignore[method-assign]
+    reads: list[int] = []
     run = trainer(tmp_path, monitor, accumulate_grad_batches=3, log_every_n_steps=1, max_steps=2)
+    inner = run.strategy.reduce
+
+    def reduce(tensor: Tensor, **how: Any) -> Any:
+        reads.append(tensor.numel())
+        return inner(tensor, **how)
+
+    run.strategy.reduce = reduce  # type: ignore[method-assign]
     run.fit(TokenModel(), Loader(row(*lengths) for lengths in ROWS))
     assert [r["packing/packs_seen"] for r in logged(run)] == [3, 6]
-    assert len(reads) == 3  # two loggings and the end: nothing else waits for the device
+    # Two loggings, the epoch and the end: nothing else waits for the device.
+    assert len([numbers for numbers in reads if numbers >= COUNTS]) == 4
 
 
 def test_a_resumed_run_logs_what_the_whole_run_logs(tmp_path: Path) -> None:
     batches = [row(*lengths, left_out=(("x", "overlength", 40),) if len(lengths) > 1 else ()) for lengths in ROWS]
+    for index, batch in enumerate(batches):
+        batch.ages[:] = [index * 200] * len(batch.ages)
     # Logging every 2 steps and stopping after 3 leaves half an interval in the checkpoint.
     whole = trainer(tmp_path / "whole", PackingMonitor(policy=POLICY, summary=False))
     with pytest.warns(LeftOutWarning):
@@ -177,10 +270,16 @@ def test_a_resumed_run_logs_what_the_whole_run_logs(tmp_path: Path) -> None:
         second.fit(TokenModel(), rest, ckpt_path=path, weights_only=True)
     assert second.global_step == 6
     assert without_rates(logged(second)) == without_rates(logged(whole))[1:]
+    assert logged(whole)[0]["packing/age_max"] == 0.875
+    (epoch,) = logged(whole, of="packing/fill_epoch")
+    assert logged(second, of="packing/fill_epoch") == [epoch]
+    assert epoch["packing/age_p50_epoch"] < epoch["packing/age_max_epoch"] == 4.0
+    assert epoch["packing/age_max_epoch"] > logged(first, of="packing/fill_epoch")[0]["packing/age_max_epoch"]
     assert logged(second)[-1]["packing/left_out/overlength"] == 3
     state = monitor.state_dict()
     assert state["total"]["left_out_tokens/overlength"] == 120
-    assert all(type(value) is int for counts in (state["total"], state["logged"]) for value in counts.values())
+    plain = [value for name in ("total", "epoch", "logged") for value in state[name].values()]
+    assert all(type(value) is int for values in plain for value in (values if type(values) is list else [values]))
 
 
 def test_fit_twice_goes_on_and_a_new_trainer_starts_anew(tmp_path: Path) -> None:
@@ -297,8 +396,16 @@ def test_counts_stay_exact_beyond_float32(tmp_path: Path) -> None:
 
 
 def test_state_of_another_version_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"state of version 99, this package reads version 1: resume with the release"):
+    with pytest.raises(ValueError, match=r"state of version 99, this package reads version 2: resume with the release"):
         PackingMonitor().load_state_dict({"version": 99})
+
+
+def test_damaged_histograms_are_refused() -> None:
+    state = PackingMonitor().state_dict()
+    PackingMonitor().load_state_dict(state)
+    del state["epoch"]["ages"][3:]
+    with pytest.raises(ValueError, match=r"is damaged: its ages, lengths and imbalance hold 3, \d+ and 2"):
+        PackingMonitor().load_state_dict(state)
 
 
 class RankData(LightningDataModule):
@@ -330,6 +437,8 @@ def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
         run.fit(TokenModel(), datamodule=data)
         report["warnings"] = [str(w.message) for w in caught if issubclass(w.category, LeftOutWarning)]
     report["logged"] = sorted(name for name in run.logged_metrics if name.startswith("packing/"))
+    for name in ("rank_imbalance", "rank_imbalance_epoch", "gap_to_bound_epoch"):
+        report[name] = float(run.logged_metrics[f"packing/{name}"])
     report["seen"] = float(run.logged_metrics["packing/real_tokens_seen"])
     report["state"] = monitor.state_dict()["total"]
     run.save_checkpoint(path / "a.ckpt")
@@ -337,6 +446,7 @@ def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
     second = trainer(path, resumed, max_steps=3, **options)
     second.fit(TokenModel(), datamodule=data, ckpt_path=path / "a.ckpt", weights_only=True)
     report["resumed"] = resumed.state_dict()["total"]
+    report["resumed_imbalance"] = float(second.logged_metrics["packing/rank_imbalance"])
     return report
 
 
@@ -354,6 +464,14 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
         # Resumed from rank 0's file on both ranks: the old total counts once, and the new batches of both ranks.
         assert report["resumed"]["packs"] == 6
         assert report["resumed"]["real_tokens"] == real + sum(ROWS[0]) + sum(ROWS[1])
+        # Steps of rank 0 and rank 1: 5² + 3² and 16², then 7² and 3 x 1²; the epoch's mean is of both.
+        imbalances = [256 / ((34 + 256) / 2), 49 / ((49 + 3) / 2)]
+        assert report["rank_imbalance"] == pytest.approx(imbalances[1])
+        assert report["rank_imbalance_epoch"] == pytest.approx(sum(imbalances) / 2)
+        assert report["gap_to_bound_epoch"] == pytest.approx(4 / 3 - 1)
+        # The step after the resume, and the two before it.
+        assert report["resumed_imbalance"] == pytest.approx(imbalances[0])
+        assert report["resumed"]["imbalance"][0] == 3
     assert zero["logged"] == one["logged"]
     assert "packing/left_out/corrupt" in zero["logged"]
     # Rank 0 saw none itself, and is the one that tells.
@@ -369,3 +487,4 @@ def test_ranks_that_share_a_model_count_their_batches_once(tmp_path: Path) -> No
     assert zero["state"] == one["state"]
     assert zero["state"]["packs"] == 2
     assert zero["state"]["real_tokens"] == zero["seen"] == sum(map(sum, ROWS[:2]))
+    assert zero["rank_imbalance"] == 1.0

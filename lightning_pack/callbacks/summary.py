@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import distributed
 
+from lightning_pack.callbacks.work import Imbalance
 from lightning_pack.metrics import PackingStats, counted_reason
 from lightning_pack.row import LeftOut
 
@@ -29,6 +31,11 @@ _ROWS: dict[str, Callable[[PackingStats], str]] = {
     "fill": lambda s: f"{s.fill:.2%}",
     "waste by alignment": lambda s: f"{s.alignment_fraction:.2%}",
     "waste at tails": lambda s: f"{s.tail_fraction:.2%}",
+    "over-length, of tokens read": lambda s: f"{s.overlength_fraction:.2%}",
+    "gap to the bound": lambda s: "" if s.lengths is None else f"{s.lengths.gap:.2%}",
+    "age of 50 %, in turnovers": lambda s: "" if s.ages is None else f"{s.ages.percentile(50):g}",
+    "age of 95 %": lambda s: "" if s.ages is None else f"{s.ages.percentile(95):g}",
+    "largest age": lambda s: "" if s.ages is None else f"{s.ages.largest:g}",
 }
 
 
@@ -40,8 +47,17 @@ def add_examples(examples: Examples, left_out: Iterable[LeftOut]) -> None:
             keys.append(gone.key)
 
 
-def merge_examples(ranks: Iterable[Mapping[str, list[str]]]) -> Examples:
-    """The examples of all ranks, those of lower ranks first, cut to :data:`EXAMPLES` for each reason."""
+def gather_examples(examples: Mapping[str, Examples], stages: Iterable[str]) -> dict[str, Examples]:
+    """The examples of all ranks by stage; a collective where there are several ranks."""
+    ranks = [examples]
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = [{} for _ in range(distributed.get_world_size())]
+        distributed.all_gather_object(ranks, examples)
+    return {stage: _merged(rank.get(stage, {}) for rank in ranks) for stage in stages}
+
+
+def _merged(ranks: Iterable[Mapping[str, list[str]]]) -> Examples:
+    """Those of lower ranks first, cut to :data:`EXAMPLES` for each reason."""
     merged: Examples = {}
     for examples in ranks:
         for reason, keys in examples.items():
@@ -49,12 +65,15 @@ def merge_examples(ranks: Iterable[Mapping[str, list[str]]]) -> Examples:
     return merged
 
 
-def print_summary(stats: Mapping[str, PackingStats], examples: Mapping[str, Examples]) -> None:
+def print_summary(
+    stats: Mapping[str, PackingStats], examples: Mapping[str, Examples], *, imbalance: Imbalance | None = None
+) -> None:
     """Print one column for each stage, and under it what was left out, why, and a few keys.
 
     Args:
         stats: stage -> statistics.
         examples: stage -> reason -> keys.
+        imbalance: of the ranks' work in the stage ``"train"``; None where it is not known.
     """
     table = Table(title="Packing")
     table.add_column("")
@@ -62,6 +81,8 @@ def print_summary(stats: Mapping[str, PackingStats], examples: Mapping[str, Exam
         table.add_column(stage, justify="right")
     for name, value in _ROWS.items():
         table.add_row(name, *(value(column) for column in stats.values()))
+    if imbalance is not None and imbalance.steps:
+        table.add_row("rank imbalance", *(f"{imbalance.mean:.3f}" if stage == "train" else "" for stage in stats))
     console = Console()
     console.print(table)
     for stage, column in stats.items():
