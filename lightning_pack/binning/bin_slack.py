@@ -15,6 +15,9 @@ from lightning_pack.binning.limits import fitting, most_sources, whole
 from lightning_pack.binning.registry import Groups, register_packer
 from lightning_pack.binning.remaining import Pattern, Remaining
 
+#: Rooms from which on, in tokens, it pays to look for a common divisor of a few lengths.
+_WIDE = 1 << 14
+
 
 @register_packer("minimum_bin_slack")
 def minimum_bin_slack(lengths: Sequence[int], capacity: int, *, max_sources: int | None = None) -> Groups:
@@ -76,6 +79,8 @@ class _Search:
 
         Of the choices that fill it exactly, the one whose shortest source is the longest.
         """
+        if longest := self._longest(seed, room, most):
+            return longest
         if most > 1 and (pair := self._pair(seed, room)):
             return pair
         room //= self._unit
@@ -90,6 +95,23 @@ class _Search:
             length, each = chunks[at]
             counts[length] = counts.get(length, 0) + each
         return list(counts.items())
+
+    def _longest(self, seed: int, room: int, most: int) -> Pattern:
+        # The longest sources that are no longer than the room, if there is room for all of them: nothing fills it better.
+        pattern: Pattern = []
+        lengths = self._remaining.lengths
+        for at in reversed(range(bisect_right(lengths, room))):
+            length = lengths[at]
+            each = min(self._remaining.count(length) - (length == seed), most)
+            room -= each * length
+            most -= each
+            if room < 0:
+                return []
+            if each:
+                pattern.append((length, each))
+            if not most:
+                break
+        return pattern
 
     def _weights(self, seed: int, room: int, most: int, chunks: Pattern) -> Iterator[int]:
         # Longest first. Chunks of one length add up to any number of it; each is noted when it is asked for.
@@ -154,8 +176,17 @@ def fullest(lengths: Sequence[int], room: int, *, most: int | None = None) -> li
     if values and min(values) < 1:
         index = next(i for i, n in enumerate(values) if n < 1)
         raise ValueError(f"source {index} has {values[index]} tokens; a source without tokens cannot be packed")
+    # Aligned lengths have a common divisor, which makes a wide room a narrow one.
+    unit = (gcd(*values) or 1) if room > _WIDE else 1
+    room //= unit
+    if unit > 1:
+        values = [length // unit for length in values]
     if not room or not limit:
         return []
+    if limit < len(values):
+        longest = sorted((at for at, n in enumerate(values) if n <= room), key=values.__getitem__, reverse=True)[:limit]
+        if sum(values[at] for at in longest) <= room:
+            return sorted(longest)
     chosen = _any_number(values, room)
     return chosen if len(chosen) <= limit else _at_most(values, room, [1] * len(values), limit)
 

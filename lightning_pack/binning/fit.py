@@ -12,6 +12,9 @@ from lightning_pack.binning.limits import fitting, most_sources, whole
 from lightning_pack.binning.registry import Groups, register_packer
 from lightning_pack.binning.remaining import Pattern, Remaining, by_length
 
+#: Fewer sources than these are packed one by one, which is faster then.
+_FEW = 8_000
+
 
 @register_packer("concatenative")
 def concatenative(lengths: Sequence[int], capacity: int, *, max_sources: int | None = None) -> Groups:
@@ -119,7 +122,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, max_sources: i
     [[0, 2], [1, 3, 4]]
     """
     values = fitting(lengths, capacity)
-    if max_sources is not None:
+    if max_sources is not None or len(values) < _FEW:
         return _best_fit(values, capacity, most=most_sources(max_sources))
     groups: Groups = []
     bins_with: dict[int, list[int]] = {}
@@ -170,7 +173,8 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, max_sources: i
 
 
 def _best_fit(lengths: list[int], capacity: int, *, most: int) -> Groups:
-    # Source by source: bins with the same room may differ in how many sources they still take.
+    # Source by source: bins with the same room may differ in how many sources they still take, and few sources have few
+    # equal lengths to gain from.
     groups: Groups = []
     bins_with: dict[int, list[int]] = {}
     rooms: list[int] = []
