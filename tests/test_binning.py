@@ -238,6 +238,23 @@ def test_packers_give_what_their_plain_definition_gives(
         assert by_multiset(groups, lengths) == by_multiset(same, lengths)
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_packers_give_what_their_plain_definition_gives_for_lengths_of_all_kinds(name: str) -> None:
+    packer = get_packer(name)
+    pairs = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        # Distinct and equal lengths, most of them below 1/8, 1/4, 1/2 or 1/1 of the capacity; a third of the cases limited.
+        capacity = int(rng.integers(12, 200))
+        spread = np.concatenate([rng.integers(1, max(capacity // 2**k, 2), 12) for k in range(4)])
+        lengths = rng.permutation(spread)[: int(rng.integers(1, 49))].tolist()
+        most = int(rng.integers(1, 5)) if seed % 3 == 0 else len(lengths)
+        groups = packer(lengths, capacity, max_sources=most)
+        assert groups == PLAIN[name](lengths, capacity, most), seed
+        pairs += sum(len(group) > 1 for group in groups)
+    assert pairs > 300
+
+
 @given(lengths=st.lists(st.integers(1, 60), max_size=150), capacity=st.integers(60, 200))
 @settings(max_examples=80, deadline=None)
 def test_best_fit_is_the_same_by_lengths_as_by_sources(lengths: list[int], capacity: int) -> None:
@@ -245,6 +262,19 @@ def test_best_fit_is_the_same_by_lengths_as_by_sources(lengths: list[int], capac
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "_FEW", 0)
         assert best_fit_decreasing(lengths, capacity) == one_by_one
+
+
+def test_bins_with_the_same_room_are_served_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Bins 0 and 1 have room for 6; bins 2 to 4 have it too, once they got a 3 or a 2.
+    lengths = [14, 14, 11, 12, 12, 3, 2, 2, 6, 6, 6, 6, 6]
+    groups = best_fit_decreasing(lengths, 20, max_sources=99)
+    monkeypatch.setattr(fit, "_FEW", 0)
+    assert best_fit_decreasing(lengths, 20) == groups
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, int(rng.integers(3, 40)), 300).tolist()
+        capacity = int(rng.integers(40, 120))
+        assert best_fit_decreasing(lengths, capacity) == best_fit_decreasing(lengths, capacity, max_sources=300)
 
 
 def test_best_fit_of_many_equal_lengths_is_the_same_by_lengths_as_by_sources() -> None:
@@ -300,6 +330,12 @@ def test_fullest_is_fullest_and_takes_early_sources(lengths: list[int], room: in
     if used:
         # Without the last of them the room cannot be filled so well from what came before.
         assert best_sum(lengths[: used[-1]], room, len(lengths) if most is None else most) < total
+
+
+def test_fullest_prefers_more_early_sources_to_fewer_late_ones() -> None:
+    lengths = [4, 9, 9, 9, 19, 19, 28]
+    assert 28 + 19 + 9 == 9 + 9 + 19 + 19 == best_sum(lengths, 59, 4)
+    assert fullest(lengths, 59, most=4) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("most", [None, 3])

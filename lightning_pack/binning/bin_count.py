@@ -26,9 +26,10 @@ def with_bin_count(
 ) -> Groups:
     """At least ``min_bins`` bins, and a multiple of ``bins_multiple_of``, by moving sources into new bins.
 
-    Where no bin is missing, the groups stay as they are. Otherwise the fullest bins are split in two, and then single sources
-    are moved to the least filled bin until it is nearly as full as the mean, or no move helps; it then holds at least half of
-    what the most even packing could give it (without ``max_sources``). New bins come last, none is empty.
+    Where no bin is missing, the groups stay as they are. Otherwise those bins are split in two whose smaller half is the
+    largest, and then single sources are moved to the least filled bin until it is nearly as full as the mean, or no move
+    helps; it then holds at least half of what the most even packing could give it. (With ``max_sources``, or where tens of
+    thousands of sources need thousands of new bins, it may be less.) New bins come last, none is empty.
 
     Args:
         groups: of a packer.
@@ -53,29 +54,35 @@ def with_bin_count(
             f"bins_multiple_of={multiple}): pack more sources at once, or lower min_bins or bins_multiple_of"
         )
     groups = [list(group) for group in groups]
-    _split_fullest(groups, lengths, needed)
+    _split(groups, lengths, needed)
     _even_out(groups, lengths, most=most)
     return groups
 
 
-def _split_fullest(groups: Groups, lengths: Sequence[int], needed: int) -> None:
-    fullest = [(-sum(lengths[i] for i in group), number) for number, group in enumerate(groups) if len(group) > 1]
-    heapify(fullest)
+def _split(groups: Groups, lengths: Sequence[int], needed: int) -> None:
+    # Of the bins, the one is split whose smaller half is the largest.
+    halves = {number: _halves(group, lengths) for number, group in enumerate(groups) if len(group) > 1}
+    largest = [(-halved[0], number) for number, halved in halves.items()]
+    heapify(largest)
     while len(groups) < needed:
-        _, number = heappop(fullest)
-        halves: Groups = [[], []]
-        loads = [0, 0]
-        for index in sorted(groups[number], key=lambda i: -lengths[i]):
-            side = int(loads[1] < loads[0])
-            halves[side].append(index)
-            loads[side] += lengths[index]
-        for half, load, at in zip(halves, loads, (number, len(groups)), strict=True):
-            if at == number:
-                groups[at] = half
-            else:
-                groups.append(half)
-            if len(half) > 1:
-                heappush(fullest, (-load, at))
+        _, number = heappop(largest)
+        _, groups[number], other = halves[number]
+        groups.append(other)
+        for at in (number, len(groups) - 1):
+            if len(groups[at]) > 1:
+                halves[at] = _halves(groups[at], lengths)
+                heappush(largest, (-halves[at][0], at))
+
+
+def _halves(group: list[int], lengths: Sequence[int]) -> tuple[int, list[int], list[int]]:
+    """What the smaller half holds, in tokens, and both."""
+    halves: Groups = [[], []]
+    loads = [0, 0]
+    for index in sorted(group, key=lengths.__getitem__, reverse=True):
+        side = int(loads[1] < loads[0])
+        halves[side].append(index)
+        loads[side] += lengths[index]
+    return min(loads), halves[0], halves[1]
 
 
 def _even_out(groups: Groups, lengths: Sequence[int], *, most: int) -> None:

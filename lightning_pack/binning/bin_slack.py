@@ -211,8 +211,9 @@ def _any_number(lengths: Iterable[int], room: int) -> list[int]:
 
 
 def _at_most(lengths: list[int], room: int, sources: list[int], most: int) -> list[int]:
-    # One layer of bits for each number of sources that may still be taken. The upper half of a layer is what falls off the
-    # layer above it, and is cleared.
+    # One layer of bits for each number of sources that may still be taken. All layers have their bit at the start, so the
+    # lowest layer ends with what at most so many sources leave. The upper half of a layer is what falls off the layer above
+    # it, and is cleared.
     layer = 2 * (room + 1)
     ones = (1 << room + 1) - 1
     lowest = 1
@@ -223,18 +224,15 @@ def _at_most(lengths: list[int], room: int, sources: list[int], most: int) -> li
     # Sums are large here: some are kept, from which those between are found again.
     block = max(isqrt(len(steps)), 1)
     kept = []
-    sums = 1 << most * layer + room
+    sums = lowest << room
     for number, (_, step) in enumerate(steps):
         if number % block == 0:
             kept.append(sums)
         sums |= sums >> step & clear
-        if sums & lowest:
+        if sums & 1:
             del steps[number + 1 :]
             break
-    left, taken = min(
-        ((bits & -bits).bit_length() - 1, most - slots) for slots in range(most + 1) if (bits := sums >> slots * layer & ones)
-    )
-    at_bit = (most - taken) * layer + left
+    at_bit = (sums & -sums).bit_length() - 1
     used = []
     while kept:
         before = [kept.pop()]

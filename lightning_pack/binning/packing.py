@@ -22,7 +22,7 @@ def pack(
     """Pack sources into bins with a registered packer.
 
     >>> pack([6, 5, 4, 3, 2], 10, algorithm="best_fit_decreasing", bins_multiple_of=3)
-    [[0], [1, 4], [2, 3]]
+    [[0], [1, 2], [3, 4]]
 
     Args:
         lengths: of the sources, in tokens.
