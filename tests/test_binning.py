@@ -18,6 +18,7 @@ from lightning_pack.bench.bins import drawn
 from lightning_pack.binning import (
     Groups,
     best_fit_decreasing,
+    bin_slack,
     fit,
     fullest,
     get_packer,
@@ -336,6 +337,24 @@ def test_fullest_prefers_more_early_sources_to_fewer_late_ones() -> None:
     lengths = [4, 9, 9, 9, 19, 19, 28]
     assert 28 + 19 + 9 == 9 + 9 + 19 + 19 == best_sum(lengths, 59, 4)
     assert fullest(lengths, 59, most=4) == [1, 2, 4, 5]
+
+
+def test_subsets_of_limited_size_are_fullest() -> None:
+    full = 0
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        room = int(rng.integers(8, 40))
+        most = int(rng.integers(2, 9))
+        lengths = rng.integers(1, room + 1, int(rng.integers(5, 25))).tolist()
+        used = bin_slack._at_most(lengths, room, [1] * len(lengths), most)
+        assert used == sorted(set(used))
+        assert len(used) <= most
+        total = sum(lengths[i] for i in used)
+        assert total == best_sum(lengths, room, most)
+        full += total == room
+        if total == room:
+            assert best_sum(lengths[: used[-1]], room, most) < room
+    assert 150 < full < 300
 
 
 @pytest.mark.parametrize("most", [None, 3])

@@ -54,7 +54,7 @@ def _pair_small(remaining: Remaining, capacity: int, groups: Groups, rooms: list
         if len(groups[chosen]) > 1:
             continue
         first = remaining.smallest(capacity // 6 + 1)
-        second = remaining.largest(min(rooms[chosen] - first, capacity // 3))
+        second = remaining.largest(rooms[chosen] - first)
         if not first or 6 * second <= capacity or (first == second and remaining.count(first) == 1):
             # No two small sources fit, and the bins before this one have less room still.
             return
