@@ -3,14 +3,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pack import PackingPolicy
-from lightning_pack.binning import get_packer, packers, register_packer
+from lightning_pack.binning import packers
 from lightning_pack.policy import OverlengthError
 from lightning_pack.row import EncodedSource
 from tests.conftest import vectors
@@ -75,56 +74,13 @@ def test_every_source_is_packed_once_and_no_pack_is_too_long(algorithm: str, len
     assert groups == policy.pack(lengths)
 
 
-@given(lengths=st.lists(st.integers(1, 64), max_size=80))
-@settings(max_examples=100, deadline=None)
-def test_decreasing_packers_are_what_their_plain_definition_gives(lengths: list[int]) -> None:
-    def plain(order: list[int], prefer: Any) -> list[list[int]]:
-        bins: list[list[int]] = []
-        for i in order:
-            fits = [b for b in range(len(bins)) if sum(lengths[j] for j in bins[b]) + lengths[i] <= 64]
-            if fits:
-                bins[prefer(fits, bins)].append(i)
-            else:
-                bins.append([i])
-        return bins
-
-    indices = range(len(lengths))
-    first = plain(sorted(indices, key=lambda i: (-lengths[i], -i)), lambda fits, bins: fits[0])
-    assert get_packer("first_fit_decreasing")(lengths, 64) == first
-    fullest = plain(
-        sorted(indices, key=lambda i: (-lengths[i], i)),
-        lambda fits, bins: max(fits, key=lambda b: (sum(lengths[j] for j in bins[b]), -b)),
-    )
-    assert get_packer("best_fit_decreasing")(lengths, 64) == fullest
-
-
-def test_packers_reach_known_numbers_of_bins() -> None:
-    rng = np.random.default_rng(0)
-    skewed = np.clip(rng.lognormal(5.5, 1.0, 10_000).astype(np.int64), 16, 4096).tolist()
-    assert len(get_packer("best_fit_decreasing")(skewed, 4096)) == 976
-    assert len(get_packer("concatenative")(skewed, 4096)) == 1102
-    uniform = np.random.default_rng(0).integers(1, 2049, 10_000).tolist()
-    assert len(get_packer("best_fit_decreasing")(uniform, 2048)) == 5032
-    assert len(get_packer("concatenative")(uniform, 2048)) == 6675
-
-
-def test_a_packer_can_be_registered_once() -> None:
-    @register_packer("test_one_by_one")
-    def one_by_one(lengths: Any, capacity: int) -> list[list[int]]:
-        return [[i] for i in range(len(lengths))]
-
-    assert PackingPolicy(capacity=9, algorithm="test_one_by_one").pack([1, 2]) == [[0], [1]]
-    with pytest.raises(ValueError, match="registered already"):
-        register_packer("test_one_by_one")(one_by_one)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"capacity": 0}, "capacity=0"),
         ({"capacity": 8.5}, "capacity=8.5"),
         ({"capacity": 10, "multiple": 4}, "capacity=10 is not a multiple of multiple=4: take 8"),
-        ({"capacity": 8, "algorithm": "best"}, "'best' is not known; known are best_fit_decreasing, concatenative"),
+        ({"capacity": 8, "algorithm": "best"}, "'best' is not known; known are balanced_greedy_knapsack, best_fit"),
         ({"capacity": 8, "overlength": "skip"}, "overlength='skip' is not one of"),
         ({"capacity": 1, "overlength": "split"}, "at least 2 tokens"),
         ({"capacity": 8, "width": 4}, "width=4 is less than capacity=8"),
