@@ -130,7 +130,8 @@ class PackingPolicy:
                 raise ValueError(f"{name}={value!r} is used with {where} only")
         if self.age_limit is not None and (isinstance(self.age_limit, bool) or not 2 <= self.age_limit < float("inf")):
             raise ValueError(f"age_limit={self.age_limit!r}: a number of turnovers of at least 2 is needed")
-        binning.check_options(self._packer, self._options)
+        # Refuses options that the packer does not take.
+        binning.pack([], self.capacity, algorithm=self._packer, **self._options)
 
     @property
     def _packer(self) -> str:

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "two workers": ({}, 2, 17),
     "blend": ({}, 2, 17),
     "split": ({"overlength": "split", "capacity": 20}, 0, 12),
-    "last pass": ({"epochs": 2}, 0, 110),
+    "last pass": ({"epochs": 2}, 0, 98),
     "two workers in passes": ({"epochs": 2}, 2, 20),
 }
 #: What a position may be a part of.
