@@ -22,6 +22,8 @@ from lightning_pack.binning import Groups, fullest, register_packer
 
 #: From this part of the age limit on a source's row leaves at once.
 _FORCED = 1.25
+#: Sources from which on half of the rows leave a buffer together; with fewer to choose from it pays to choose more often.
+_MANY = 128
 #: Packs by any rule: lengths -> groups.
 Pack = Callable[[list[int]], Groups]
 
@@ -91,7 +93,7 @@ def exact_fill(candidates: Candidates, *, final: bool) -> Groups:
 
 
 def fullest_half(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
-    """The fullest half of the rows that a packer makes; a quarter where there are fewer than 32 rows; all where ``final``.
+    """The fullest half of the rows that a packer makes; a quarter of a small buffer's; all where ``final``.
 
     Sources over the age limit get rows of their own first, filled with the best of the others.
     """
@@ -112,7 +114,7 @@ def fullest_half(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
         return rows
     forced = set(candidates.old_ones(_FORCED))
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
-    leaving = len(rows) // 2 if len(rows) >= 32 else max(len(rows) // 4, 1)
+    leaving = max(len(rows) // (2 if len(lengths) >= _MANY else 4), 1)
     return rows[:leaving] + [row for row in rows[leaving:] if not forced.isdisjoint(row)]
 
 

@@ -23,6 +23,8 @@ Overlength = Literal["drop", "truncate", "split", "error"]
 Balance = Literal["quadratic"]
 #: What ``algorithm="auto"`` chooses from.
 AUTO = ("exact_fill", "minimum_bin_slack")
+#: Sources that it packs on trial.
+DRY_RUN_SOURCES = 8192
 
 
 class OverlengthError(ValueError):
@@ -255,6 +257,8 @@ class PackingPolicy:
             return self
         from lightning_pack.simulation import simulate
 
+        # Long enough for what waits at the end to matter little.
+        lengths = [*lengths] * (-(-DRY_RUN_SOURCES // max(len(lengths), 1)))
         choices = [replace(self, algorithm=name) for name in AUTO]
         return min(choices, key=lambda choice: simulate(choice, lengths).packs)
 

@@ -13,7 +13,7 @@ from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.row import LeftOut
 
 #: Sources that ``algorithm="auto"`` looks at.
-DRY_RUN_SOURCES = 4096
+MOST_SAMPLED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SampledSources:
 def sample_sources(
     options: StreamOptions,
     *,
-    most: int = DRY_RUN_SOURCES,
+    most: int = MOST_SAMPLED,
     split: str = "train",
     of: int = 1,
     epoch: int | None = None,
