@@ -3,14 +3,14 @@
 To empty the whole buffer each time leaves its last rows half empty, whatever packs it. So only good rows leave; the sources of
 the others stay, and the buffer is filled up again. Three rules:
 
-* :func:`exact_fill` makes one row after the other, each filled exactly where any subset of the buffer allows it, until a quarter
-  of the buffer is gone. Best where many sources are short.
+* :func:`exact_fill` makes one row after the other, each filled exactly where any subset of the buffer allows it, until a
+  quarter of the buffer is gone. Best where many sources are short.
 * :func:`fullest_half` packs the buffer with any packer and lets the fullest half of the rows go.
 * :func:`closed_rows` keeps the order of arrival: all rows but the one that is still open.
 
-No source waits for ever. Its age is counted in sources read since; ``B`` of them are one turnover of a buffer of ``B``. From the
-age limit on a source is the first of its row, and from 1.25 times the limit its row leaves at once. A buffer reads at most ``B``
-sources between two choices, so with a limit of 4 turnovers or more no source gets older than 1.5 times the limit.
+No source waits for ever. Its age is counted in sources read since; ``B`` of them are one turnover of a buffer of ``B``. From
+the age limit on a source is the first of its row, and from 1.25 times the limit its row leaves at once. A buffer reads at most
+``B`` sources between two choices, so with a limit of 4 turnovers or more no source gets older than 1.5 times the limit.
 """
 
 from __future__ import annotations
@@ -137,7 +137,5 @@ def closed_rows(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
 def _exact_fill(lengths: Sequence[int], capacity: int, *, max_sources: int | None = None) -> Groups:
     """:func:`exact_fill` of all sources."""
     none = [0] * len(lengths)
-    everything = Candidates(
-        lengths=lengths, ages=none, keys=none, old=float("inf"), capacity=capacity, max_sources=max_sources
-    )
+    everything = Candidates(lengths=lengths, ages=none, keys=none, old=float("inf"), capacity=capacity, max_sources=max_sources)
     return exact_fill(everything, final=True)

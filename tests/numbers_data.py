@@ -33,7 +33,9 @@ class NumberEncoder:
             raise TypeError("the encoder has a fault")
         ids = torch.full((record["n"],), record["id"] + 1, dtype=torch.int64)
         labels = torch.full_like(ids, -100) if record.get("no_targets") else None
-        return EncodedSource.of(key, ids, labels)
+        source = EncodedSource.of(key, ids, labels)
+        source.group = record.get("group")
+        return source
 
     def fingerprint(self) -> dict[str, Any]:
         return {"type": "NumberEncoder", "salt": self.salt}
@@ -43,6 +45,18 @@ def lengths(count: int, *, most: int, seed: int = 0) -> list[int]:
     """Long-tailed lengths between 2 and ``most``."""
     drawn = np.random.default_rng(seed).lognormal(2.5, 0.8, count)
     return np.clip(drawn, 2, most).astype(int).tolist()
+
+
+def bin_set(name: str, count: int) -> tuple[list[int], int]:
+    """Lengths of a set of ``vectors/bins.json``, and the capacity they are for."""
+    rng = np.random.default_rng(0)
+    if name == "A":
+        return np.clip(rng.lognormal(5.5, 1.0, count).astype(np.int64), 16, 4096).tolist(), 4096
+    if name == "B":
+        return rng.integers(1, 2049, count).tolist(), 2048
+    big = rng.random(count) < 0.30
+    drawn = np.where(big, rng.normal(1500, 300, count), rng.normal(200, 50, count))
+    return np.clip(np.rint(drawn).astype(np.int64), 1, 2048).tolist(), 2048
 
 
 def records_of(sizes: Iterable[int]) -> list[dict[str, Any]]:
@@ -86,7 +100,7 @@ def same_batch(a: PackedBatch, b: PackedBatch) -> bool:
     )
     return (
         all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
-        and (a.max_seqlen, a.source_keys, a.left_out) == (b.max_seqlen, b.source_keys, b.left_out)
+        and (a.max_seqlen, a.source_keys, a.ages, a.left_out) == (b.max_seqlen, b.source_keys, b.ages, b.left_out)
         and (a.cu_seqlens is a.cu_seqlens_padded) == (b.cu_seqlens is b.cu_seqlens_padded)
         and a.__restore_key__ == b.__restore_key__
     )

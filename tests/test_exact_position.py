@@ -154,6 +154,9 @@ def test_a_chain_of_resumes_shortly_after_each_other(numbers: Path, workers: int
         {"packs_per_batch": 3, "width": "fixed"},
         {"algorithm": "concatenative", "buffer_size": 2},
         {"buffer_size": 300},
+        {"carry_over": False},
+        {"algorithm": "exact_fill", "buffer_size": 48},
+        {"balance": "quadratic", "window": 4, "buffer_size": 8, "packs_per_batch": 2},
     ],
     ids=lambda options: ",".join(map(str, options.values())),
 )

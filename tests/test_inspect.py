@@ -92,7 +92,7 @@ def test_a_checkpoint_is_described(trained: Path, capsys: pytest.CaptureFixture[
     assert all(worker["at"]["buffer"] > 0 for worker in workers), "a buffer has been left behind"
     for text in (
         "step 16, epoch 0",
-        "state of EnergonPackDataModule, version 2",
+        "state of EnergonPackDataModule, version 3",
         f"16 rows, {counts['sources']} sources, {counts['real_tokens']:,} real tokens; {counts['left_out']} source",
         "1 data-parallel rank, num_workers 2 on each",
         "resumes with: 1 rank x 2 workers, 2 ranks x 1 worker or 0",

@@ -25,7 +25,7 @@ from tests.numbers_data import NumberEncoder
 
 def digest(batch: PackedBatch) -> str:
     """Changes if any field of the batch does."""
-    hasher = hashlib.sha256(repr((batch.source_keys, batch.left_out, batch.max_seqlen)).encode())
+    hasher = hashlib.sha256(repr((batch.source_keys, batch.ages, batch.left_out, batch.max_seqlen)).encode())
     for name in ("input_ids", "labels", "shift_labels", "position_ids", "cu_seqlens", "cu_seqlens_padded", "segment_ids"):
         hasher.update(getattr(batch, name).numpy().tobytes())
     return hasher.hexdigest()[:16]
@@ -39,6 +39,7 @@ class Recorder(pl.LightningModule):
         self.model = torch.nn.Sequential(torch.nn.Embedding(600, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 600))
         self.record, self.sleep = record, sleep
         self.trained: dict[tuple[int, int], str] = {}
+        self.works: list[int] = []
         self.validated: list[list[str]] = []
 
     def weights(self) -> list[float]:
@@ -51,6 +52,7 @@ class Recorder(pl.LightningModule):
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         time.sleep(self.sleep)
         self.trained[self.current_epoch, batch_idx] = digest(batch)
+        self.works.append(int((batch.cu_seqlens.diff() ** 2).sum()))
         if self.record is not None:
             with open(f"{self.record}.{self.global_rank}", "a") as file:
                 file.write(json.dumps([self.current_epoch, batch_idx, digest(batch)]) + "\n")

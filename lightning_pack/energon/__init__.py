@@ -16,6 +16,6 @@ __all__ = [
     "data_fingerprint",
     "has_split",
     "redistribute",
-    "sample_sources",
     "refuse_endless",
+    "sample_sources",
 ]

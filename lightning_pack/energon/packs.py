@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 
 from megatron.energon import WorkerConfig
 from megatron.energon.flavors.base_dataset import SavableDataset
-from megatron.energon.state import FlexState
 
 from lightning_pack.energon.fields import damaged
-from lightning_pack.energon.position import Buffer, DamagedDataError, StagePosition, hash_of, hashes
+from lightning_pack.energon.position import Buffer, DamagedDataError, StagePosition, hashes
 from lightning_pack.row import EncodedSource, LeftOut, Pack
 
 #: So many sources in a row without one that can be trained on end the run.
@@ -21,9 +20,8 @@ MOST_LEFT_OUT_IN_A_ROW = 10_000
 class Select(Protocol):
     """Buffer -> groups, in the way of :meth:`lightning_pack.PackingPolicy.select`."""
 
-    def __call__(
-        self, samples: list[EncodedSource], *, ages: Sequence[int], final: bool
-    ) -> list[list[EncodedSource]]: ...
+    def __call__(self, samples: list[EncodedSource], *, ages: Sequence[int], final: bool) -> list[list[EncodedSource]]:
+        """Groups of the sources; those in none stay in the buffer, but where ``final``."""
 
 
 class Emitted(NamedTuple):
@@ -80,8 +78,8 @@ class PackStream:
             emitted, given = 0, b""
         while current.sources:
             # The stream goes on at a source or has ended: no marker is left that would find no pack to ride in.
-            start, source = self._peek(current, sources) if len(current.sources) >= self._buffer_size else (None, None)
-            groups = self._groups(current, final=source is None)
+            ahead = self._peek(current, sources) if len(current.sources) >= self._buffer_size else None
+            groups = self._groups(current, final=ahead is None)
             place = {id(source): i for i, source in enumerate(current.sources)}
             chosen = [[place[id(source)] for source in group if len(source)] for group in groups]
             hashed = [b"".join(current.hashed[i] for i in indices) for indices in chosen]
@@ -90,19 +88,15 @@ class PackStream:
                     f"loader worker {self._worker_config.rank}",
                     f"{emitted} packs of buffer {current.number} are said to be gone; it has {len(groups)}, of other sources",
                 )
-            ahead = None
-            if source is not None:
-                ahead = current.after(start, [i for indices in chosen for i in indices])
-                ahead.add(source)
+            if ahead is not None:
+                ahead.carry_over(current, gone={i for indices in chosen for i in indices})
             ages, missing = current.ages, 0 if ahead is None else self._buffer_size - len(ahead.sources)
             for number in range(emitted, len(groups)):
                 given += hashed[number]
                 last = ahead is not None and number == len(groups) - 1
                 pack = self._build(groups[number])
                 pack.ages = [ages[i] for i in chosen[number]]
-                yield Emitted(
-                    pack, hashed[number], ahead.position() if last and ahead else current.position(number + 1, given)
-                )
+                yield Emitted(pack, hashed[number], ahead.position() if last and ahead else current.position(number + 1, given))
                 if ahead is not None:
                     # Over the packs that are left, so that a start in the middle keeps the pace too.
                     done, all_left = number + 1 - emitted, len(groups) - emitted
@@ -132,14 +126,9 @@ class PackStream:
         # In the order in which they lie in the shards: a key ends with the number of the sample.
         order = sorted(range(len(origin.carried)), key=lambda i: origin.carried[i][-1])
         again = {i: self.dataset.restore_sample(origin.carried[i]) for i in order}
-        for i, entered in enumerate(origin.entered):
-            if not self._usable(again[i]):
-                buffer.markers.append(again[i])
-            elif buffer.passes_over(again[i]):
-                buffer.skip -= Counter([hash_of(again[i])])
-            else:
-                buffer.add(again[i], entered)
-        buffer.carry()
+        for source in again.values():
+            self._usable(source)
+        buffer.read_again([again[i] for i in range(len(again))], origin.entered)
         if not origin.emitted and buffer.carried_digest != origin.digest:
             self.may_repair(f"buffer {buffer.number}")
         return buffer
@@ -159,19 +148,22 @@ class PackStream:
             elif not buffer.passes_over(source):
                 buffer.add(source)
 
-    def _peek(
-        self, current: Buffer, sources: Iterator[EncodedSource]
-    ) -> tuple[FlexState, EncodedSource] | tuple[None, None]:
-        """The first source after a buffer and the state before it; markers before that belong to the buffer."""
+    def _peek(self, current: Buffer, sources: Iterator[EncodedSource]) -> Buffer | None:
+        """The buffer after this one, with its first new source; markers before that belong to this one."""
         while True:
-            start = self.dataset.save_state()
-            source = self._take(sources, current)
+            following = current.following(self.dataset.save_state())
+            source = self._take(sources, following)
+            if source is not None and self._usable(source):
+                if not following.passes_over(source):
+                    following.add(source)
+                    return following
+                current.passes_over(source)
+            # What was read is done with: a start from the next buffer would not read it again.
+            current.markers += following.markers
             if source is None:
-                return None, None
-            if not self._usable(source):
+                return None
+            if not len(source):
                 current.markers.append(source)
-            elif not current.passes_over(source):
-                return start, source
 
     def _take(self, sources: Iterator[EncodedSource], buffer: Buffer) -> EncodedSource | None:
         source = next(sources, None)

@@ -1,9 +1,9 @@
 """Where a worker's stream stands between two rows.
 
-The position is the state of the stages below from before the buffer was filled up, the keys of the sources that were in it already
-(carried over), and the number of its packs that were emitted since. Whoever starts from it reads those sources again, fills up the
-same buffer and leaves those packs out, so that a start from a position takes as long as a start from the beginning, and no token
-is ever stored.
+The position is the state of the stages below from before the buffer was filled up, the keys of the sources that were in it
+already (carried over), and the number of its packs that were emitted since. Whoever starts from it reads those sources again,
+fills up the same buffer and leaves those packs out, so that a start from a position takes about as long as a start from the
+beginning, and no token is ever stored.
 
 That holds while the data is the same. If a part of it cannot be read any more, the buffer is another one: hashes of the sources
 tell, and those that were emitted are passed over one by one, wherever they come now.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,8 @@ class StagePosition:
         skip: hashes of sources that are passed over while it is filled, :data:`HASH_BYTES` each.
         given: hashes of the sources that were emitted of it.
         digest: hash of all its sources in order; of those that were in it before, where none was emitted.
-        window: number of the window of packs that is being emitted, where packs are balanced. What is above is then the position
-            before its first pack.
+        window: number of the window of packs that is being emitted, where packs are balanced. What is above is then the
+            position before its first pack.
         window_emitted: how many of its packs were emitted.
         window_given: hashes of their sources.
     """
@@ -92,23 +92,43 @@ class Buffer:
         skip = Counter(hashes(position.skip))
         return cls(position.buffer, position.start, position.read, skip=skip, unmet=skip.copy())
 
-    def after(self, start: FlexState, gone: Sequence[int]) -> Buffer:
-        """The next buffer, with the sources of this one that are not ``gone``; those are carried over."""
-        left = set(gone)
-        stay = [i for i in range(len(self.sources)) if i not in left]
-        following = Buffer(self.number + 1, start, self.read + self.new, skip=self.unmet, unmet=self.unmet.copy())
-        following.sources = [self.sources[i] for i in stay]
-        following.hashed = [self.hashed[i] for i in stay]
-        following.entered = [self.entered[i] for i in stay]
-        following.carry()
-        return following
+    def following(self, start: FlexState) -> Buffer:
+        """The next buffer, still empty."""
+        return Buffer(self.number + 1, start, self.read + self.new, skip=self.unmet.copy(), unmet=self.unmet.copy())
 
-    def carry(self) -> None:
-        """All sources are carried over: none is new."""
+    def carry_over(self, before: Buffer, *, gone: Collection[int]) -> None:
+        """Put the sources of the buffer before this one that are not ``gone`` in front of those that are new."""
+        stay = [i for i in range(len(before.sources)) if i not in gone]
+        new = self.sources
+        self.sources, self.hashed = [before.sources[i] for i in stay], [before.hashed[i] for i in stay]
+        self.entered = [before.entered[i] for i in stay]
+        self._note_carried()
+        self._add_all(new)
+
+    def _add_all(self, new: Sequence[EncodedSource]) -> None:
+        self.new = 0
+        for source in new:
+            self.add(source)
+
+    def _note_carried(self) -> None:
+        """The sources that are here now are those that were here before any new one."""
         self.carried = [source.__restore_key__ for source in self.sources]
         self.carried_entered = list(self.entered)
         self.carried_digest = self.digest if self.sources else b""
-        self.new = 0
+
+    def read_again(self, sources: Sequence[EncodedSource], entered: Sequence[int]) -> None:
+        """Put in the sources that were carried over, which are read again, before any new one."""
+        for source, number in zip(sources, entered, strict=True):
+            if not len(source):
+                self.markers.append(source)
+            elif self.passes_over(source):
+                # It does not come again.
+                self.skip -= Counter([hash_of(source)])
+            else:
+                self.sources.append(source)
+                self.hashed.append(hash_of(source))
+                self.entered.append(number)
+        self._note_carried()
 
     def passes_over(self, source: EncodedSource) -> bool:
         """Whether a source that comes was emitted before the data was damaged; it is then done with."""
@@ -117,12 +137,12 @@ class Buffer:
         self.unmet[hashed] -= 1
         return True
 
-    def add(self, source: EncodedSource, entered: int | None = None) -> None:
-        """A source that is new, or one that was carried over and had ``entered`` before."""
+    def add(self, source: EncodedSource) -> None:
+        """A source that is new."""
         self.sources.append(source)
         self.hashed.append(hash_of(source))
-        self.entered.append(self.read + self.new if entered is None else entered)
-        self.new += entered is None
+        self.entered.append(self.read + self.new)
+        self.new += 1
 
     def remove(self, emitted: Counter[bytes]) -> None:
         """Take out the sources that were emitted; those that are not here are passed over when they come."""
@@ -136,13 +156,12 @@ class Buffer:
         # Where the buffer is filled again all but those that were carried over come again.
         self.skip += emitted - Counter(self.hashed[:carried])
         self.unmet += missing
-        self.sources, self.hashed = [self.sources[i] for i in keep], [self.hashed[i] for i in keep]
-        self.entered = [self.entered[i] for i in keep if i < carried]
-        self.new = len(keep) - len(self.entered)
-        self.carried = [source.__restore_key__ for source in self.sources[: len(self.entered)]]
-        self.carried_entered = list(self.entered)
-        self.carried_digest = digest_of(b"".join(self.hashed[: len(self.entered)])) if self.entered else b""
-        self.entered += range(self.read, self.read + self.new)
+        new = [self.sources[i] for i in keep if i >= carried]
+        stay = [i for i in keep if i < carried]
+        self.sources, self.hashed = [self.sources[i] for i in stay], [self.hashed[i] for i in stay]
+        self.entered = [self.entered[i] for i in stay]
+        self._note_carried()
+        self._add_all(new)
 
     @property
     def ages(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Global random numbers while sources are encoded: a function of the sample, not of what else the process draws.
 
-So an encoder may use the global generators of Python, numpy and torch, and a source that is read again by its key, long after it
-was read first, is the same source.
+So an encoder may use the global generators of Python, numpy and torch, and a source that is read again by its key, long after
+it was read first, is the same source.
 """
 
 from __future__ import annotations

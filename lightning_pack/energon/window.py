@@ -1,8 +1,8 @@
 """A window of packs, emitted so that all loader workers emit packs of about the same work in the same step.
 
-Each worker, on every rank, holds a window of equally many packs, sorts them by their work and emits them in a pseudo-random order
-of places that is the same for all workers: where one emits its heaviest pack, all do. Nothing is communicated, and every pack
-leaves with its window.
+Each worker, on every rank, holds a window of equally many packs, sorts them by their work and emits them in a pseudo-random
+order of places that is the same for all workers: where one emits its heaviest pack, all do. Nothing is communicated, and every
+pack leaves with its window.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_balance(
     stream = packs(before)
     window = list(islice(stream, size))
     order = order_of([work_of(each.pack) for each in window], size=size, seed=seed, number=number)
-    if given != b"".join(window[i].hashed for i in order[:emitted]):
+    if emitted > len(window) or given != b"".join(window[i].hashed for i in order[:emitted]):
         before = changed(replace(before, skip=before.skip + given))
         stream, emitted, given = packs(before), 0, b""
         window = list(islice(stream, size))
