@@ -9,8 +9,8 @@ the others stay, and the buffer is filled up again. Three rules:
 * :func:`closed_rows` keeps the order of arrival: all rows but the one that is still open.
 
 No source waits for ever. Its age is counted in sources read since; ``B`` of them are one turnover of a buffer of ``B``. From
-the age limit on a source is the first of its row, and from 1.25 times the limit its row leaves at once. A buffer reads at most
-``B`` sources between two choices, so with a limit of 4 turnovers or more no source gets older than 1.5 times the limit.
+the age limit on a source is the first of its row, and somewhat later its row leaves at once. A buffer reads at most ``B``
+sources between two choices, so none gets older than 1.5 times the limit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from lightning_pack.binning import Groups, fullest, register_packer
 
-#: From this part of the age limit on a source's row leaves at once.
-_FORCED = 1.25
 #: Sources from which on half of the rows leave a buffer together; with fewer to choose from it pays to choose more often.
 _MANY = 128
 #: Packs by any rule: lengths -> groups.
@@ -37,6 +35,7 @@ class Candidates:
         ages: sources read since each was.
         keys: sources with different keys do not share a row.
         old: age from which on a source goes first, in sources.
+        overdue: age from which on its row leaves at once.
         capacity: of a row, in tokens.
         max_sources: most sources in a row.
     """
@@ -45,6 +44,7 @@ class Candidates:
     ages: Sequence[int]
     keys: Sequence[Hashable]
     old: float
+    overdue: float
     capacity: int
     max_sources: int | None = None
 
@@ -55,9 +55,9 @@ class Candidates:
         most = None if self.max_sources is None else self.max_sources - 1
         return [seed, *(others[i] for i in fullest([self.lengths[i] for i in others], room, most=most))]
 
-    def old_ones(self, factor: float = 1.0) -> list[int]:
-        """Sources older than so many age limits."""
-        return [i for i, age in enumerate(self.ages) if age >= factor * self.old]
+    def older_than(self, age: float) -> list[int]:
+        """Sources of that age or more."""
+        return [i for i, its_age in enumerate(self.ages) if its_age >= age]
 
     def by_key(self, indices: Sequence[int]) -> list[list[int]]:
         """Apart by key, in order of arrival."""
@@ -73,9 +73,9 @@ def exact_fill(candidates: Candidates, *, final: bool) -> Groups:
     Stops when a quarter of the sources is in rows; not before all are where ``final``.
     """
     lengths = candidates.lengths
-    old = sorted(candidates.old_ones(), key=lambda i: (-candidates.ages[i], i), reverse=True)
+    old = sorted(candidates.older_than(candidates.old), key=lambda i: (-candidates.ages[i], i), reverse=True)
     longest = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
-    must = len(candidates.old_ones(_FORCED))
+    must = len(candidates.older_than(candidates.overdue))
     waiting = dict.fromkeys(range(len(lengths)))
     enough = 0 if final else len(lengths) - max(len(lengths) // 4, 1)
     rows: Groups = []
@@ -88,7 +88,7 @@ def exact_fill(candidates: Candidates, *, final: bool) -> Groups:
         rows.append(row)
         for i in row:
             del waiting[i]
-            must -= candidates.ages[i] >= _FORCED * candidates.old
+            must -= candidates.ages[i] >= candidates.overdue
     return rows
 
 
@@ -98,7 +98,7 @@ def fullest_half(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
     Sources over the age limit get rows of their own first, filled with the best of the others.
     """
     lengths = candidates.lengths
-    old = candidates.old_ones()
+    old = candidates.older_than(candidates.old)
     # The old ones first also in the rows of each other.
     waiting = dict.fromkeys(sorted(old, key=lambda i: (-lengths[i], i)))
     waiting |= dict.fromkeys(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)))
@@ -112,7 +112,7 @@ def fullest_half(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
         rows += [[apart[i] for i in row] for row in pack([lengths[i] for i in apart])]
     if final:
         return rows
-    forced = set(candidates.old_ones(_FORCED))
+    forced = set(candidates.older_than(candidates.overdue))
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
     leaving = max(len(rows) // (2 if len(lengths) >= _MANY else 4), 1)
     return rows[:leaving] + [row for row in rows[leaving:] if not forced.isdisjoint(row)]
@@ -123,7 +123,7 @@ def closed_rows(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
 
     Where nothing is closed the open row leaves, so that the buffer never stands still.
     """
-    forced = set(candidates.old_ones(_FORCED))
+    forced = set(candidates.older_than(candidates.overdue))
     rows: Groups = []
     open_rows: Groups = []
     for apart in candidates.by_key(range(len(candidates.lengths))):
@@ -137,5 +137,8 @@ def closed_rows(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
 def _exact_fill(lengths: Sequence[int], capacity: int, *, max_sources: int | None = None) -> Groups:
     """:func:`exact_fill` of all sources."""
     none = [0] * len(lengths)
-    everything = Candidates(lengths=lengths, ages=none, keys=none, old=float("inf"), capacity=capacity, max_sources=max_sources)
+    never = float("inf")
+    everything = Candidates(
+        lengths=lengths, ages=none, keys=none, old=never, overdue=never, capacity=capacity, max_sources=max_sources
+    )
     return exact_fill(everything, final=True)

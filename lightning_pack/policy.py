@@ -17,18 +17,19 @@ from lightning_pack import binning
 from lightning_pack.binning import Groups
 from lightning_pack.carry import Candidates, closed_rows, exact_fill, fullest_half
 from lightning_pack.layout import RowLayout
-from lightning_pack.row import IGNORE, EncodedSource, LeftOut, Pack
+from lightning_pack.overlength import Overlength, OverlengthError, admitted, too_long
+from lightning_pack.policy_checks import check_settings
+from lightning_pack.row import EncodedSource, Pack
 
-Overlength = Literal["drop", "truncate", "split", "error"]
+__all__ = ["AUTO", "OverlengthError", "PackingPolicy"]
+
 Balance = Literal["quadratic"]
 #: What ``algorithm="auto"`` chooses from.
 AUTO = ("exact_fill", "minimum_bin_slack")
 #: Sources that it packs on trial.
 DRY_RUN_SOURCES = 8192
-
-
-class OverlengthError(ValueError):
-    """A source is longer than a row may be, and the policy says ``overlength="error"``."""
+#: Turnovers of the buffer.
+DEFAULT_AGE_LIMIT = 4.0
 
 
 @dataclass(frozen=True)
@@ -89,61 +90,20 @@ class PackingPolicy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, optional in (
-            *(("capacity", 1, False), ("buffer_size", 1, False), ("multiple", 1, False), ("seed", 0, False)),
-            *(("max_sources", 1, True), ("min_bins", 1, True), ("bins_multiple_of", 1, False), ("delta", 0, False)),
-            ("window", 2, True),
-        ):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
-        if self.capacity % self.multiple:
-            raise ValueError(
-                f"capacity={self.capacity} is not a multiple of multiple={self.multiple}: "
-                f"take {self.capacity // self.multiple * self.multiple or self.multiple}"
-            )
-        if self.overlength not in ("drop", "truncate", "split", "error"):
-            raise ValueError(f"overlength={self.overlength!r} is not one of 'drop', 'truncate', 'split', 'error'")
-        if self.overlength == "split" and self.capacity < 2:
-            raise ValueError("overlength='split' needs a capacity of at least 2 tokens: each piece repeats one as context")
-        if self.algorithm == "concatenative" and self.seed:
-            raise ValueError(f"seed={self.seed} is not used by algorithm='concatenative', which keeps the order of arrival")
         if self.width is None:
             object.__setattr__(self, "width", "variable")
-        self._check_width()
-        self._check_packing()
-
-    def _check_packing(self) -> None:
-        """Refuse what would not be used."""
-        if not isinstance(self.carry_over, bool):
-            raise ValueError(f"carry_over={self.carry_over!r} is not True or False")
-        if self.balance not in (None, "quadratic"):
-            raise ValueError(f"balance={self.balance!r} is not 'quadratic' or None")
-        for name, used, where in (
-            ("age_limit", self.carry_over, "carry_over=True"),
-            ("min_bins", not self.carry_over, "carry_over=False, which packs a buffer as a whole"),
-            ("bins_multiple_of", not self.carry_over, "carry_over=False, which packs a buffer as a whole"),
-            ("window", self.balance is not None, "balance='quadratic'"),
-        ):
-            value = getattr(self, name)
-            if value not in (None, 1) and not used:
-                raise ValueError(f"{name}={value!r} is used with {where} only")
-        if self.age_limit is not None and (isinstance(self.age_limit, bool) or not 2 <= self.age_limit < float("inf")):
-            raise ValueError(f"age_limit={self.age_limit!r}: a number of turnovers of at least 2 is needed")
-        # Refuses options that the packer does not take.
-        binning.pack([], self.capacity, algorithm=self._packer, **self._options)
+        check_settings(self)
 
     @property
-    def _packer(self) -> str:
+    def packer(self) -> str:
+        """Name of the packer; ``"auto"`` that is not :meth:`settled` yet packs with ``"minimum_bin_slack"``."""
         return AUTO[1] if self.algorithm == "auto" else self.algorithm
 
     @property
-    def _options(self) -> dict[str, int]:
-        """Of the packer: those that are set, and its seed."""
+    def packer_settings(self) -> dict[str, int]:
+        """Options of the packer: those that are set, and its seed."""
         options = {name: value for name in ("max_sources", "delta") if (value := getattr(self, name))}
-        return options | ({"seed": self.seed} if "seed" in binning.packer_options(self._packer) else {})
+        return options | ({"seed": self.seed} if "seed" in binning.packer_options(self.packer) else {})
 
     @property
     def window_size(self) -> int:
@@ -154,17 +114,6 @@ class PackingPolicy:
     def window_tokens(self) -> int:
         """Bound of the tokens in the packs that a loader worker holds."""
         return self.window_size * self.capacity
-
-    def _check_width(self) -> None:
-        width = self.width
-        if width in ("variable", "fixed"):
-            return
-        if isinstance(width, bool) or not isinstance(width, int):
-            raise ValueError(f"width={width!r} is not 'variable', 'fixed' or a number of tokens")
-        if width % self.multiple:
-            raise ValueError(f"width={width} is not a multiple of multiple={self.multiple}")
-        if width < self.capacity:
-            raise ValueError(f"width={width} is less than capacity={self.capacity}: a full pack would not fit its row")
 
     @property
     def row_width(self) -> int | None:
@@ -184,17 +133,17 @@ class PackingPolicy:
             ValueError: for a source without tokens.
             OverlengthError: for a source that fits in no row.
         """
-        return self._pack(self._all_aligned(lengths))
-
-    def _pack(self, aligned: Sequence[int]) -> Groups:
-        return binning.pack(
+        aligned = self._all_aligned(lengths)
+        return binning.with_bin_count(
+            self._pack(aligned),
             aligned,
-            self.capacity,
-            algorithm=self._packer,
             min_bins=self.min_bins,
             bins_multiple_of=self.bins_multiple_of,
-            **self._options,
+            max_sources=self.max_sources,
         )
+
+    def _pack(self, aligned: Sequence[int]) -> Groups:
+        return binning.pack(aligned, self.capacity, algorithm=self.packer, **self.packer_settings)
 
     def _all_aligned(self, lengths: Sequence[int]) -> list[int]:
         aligned = []
@@ -202,7 +151,7 @@ class PackingPolicy:
             if length < 1:
                 raise ValueError(f"source {index} has {length} tokens; a source without tokens cannot be packed")
             if length > self.capacity:
-                raise OverlengthError(self._too_long(f"source {index}", length))
+                raise too_long(f"source {index}", length, capacity=self.capacity)
             aligned.append(self.aligned(int(length)))
         return aligned
 
@@ -229,24 +178,42 @@ class PackingPolicy:
         aligned = self._all_aligned(lengths)
         if not aligned:
             return []
-        none = [0] * len(aligned)
+        none, limit = [0] * len(aligned), self.age_limit or DEFAULT_AGE_LIMIT
         buffer = Candidates(
             lengths=aligned,
             ages=none if ages is None else ages,
             keys=none if keys is None else keys,
-            old=self.buffer_size * (self.age_limit or 4.0),
+            old=self.buffer_size * limit,
+            # The buffer may turn over once before the next choice.
+            overdue=self.buffer_size * min(1.25 * limit, 1.5 * limit - 1),
             capacity=self.capacity,
             max_sources=self.max_sources,
         )
         if not self.carry_over:
-            groups = []
-            for apart in buffer.by_key(range(len(aligned))):
-                groups += [[apart[i] for i in group] for group in self._pack([aligned[i] for i in apart])]
-            return groups
-        if self._packer == "exact_fill":
+            return self._whole(buffer, final=final)
+        if self.packer == "exact_fill":
             return exact_fill(buffer, final=final)
-        rule = closed_rows if self._packer == "concatenative" else fullest_half
+        rule = closed_rows if self.packer == "concatenative" else fullest_half
         return rule(buffer, self._pack, final=final)
+
+    def _whole(self, buffer: Candidates, *, final: bool) -> Groups:
+        kinds = buffer.by_key(range(len(buffer.lengths)))
+        if (self.min_bins, self.bins_multiple_of) != (None, 1):
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"min_bins={self.min_bins} and bins_multiple_of={self.bins_multiple_of} move sources between packs, which "
+                    f"sources with {len(kinds)} different group keys do not allow: leave out the one or the other"
+                )
+            try:
+                return self.pack(buffer.lengths)
+            except ValueError:
+                # The last buffer of a finite stream may hold fewer sources than packs are asked for.
+                if not final:
+                    raise
+        groups = []
+        for apart in kinds:
+            groups += [[apart[i] for i in group] for group in self._pack([buffer.lengths[i] for i in apart])]
+        return groups
 
     def settled(self, lengths: Sequence[int]) -> PackingPolicy:
         """This policy with ``"auto"`` replaced by the algorithm that packs a stream of these real lengths in fewer packs.
@@ -282,43 +249,7 @@ class PackingPolicy:
         Raises:
             OverlengthError: under ``overlength="error"``, for a source that fits in no row.
         """
-        if source.left_out is not None and not len(source):
-            return [source]
-        length = len(source)
-        if not length:
-            return [EncodedSource.dropped(source.key, "empty")]
-        if length > self.capacity:
-            if self.overlength == "error":
-                raise OverlengthError(self._too_long(f"sample {source.key!r}", length))
-            if self.overlength == "split" and source.splittable:
-                return self._split(source)
-            if self.overlength != "truncate":
-                return [EncodedSource.dropped(source.key, "overlength", length)]
-            source = replace(
-                source,
-                input_ids=source.input_ids[: self.capacity].clone(),
-                labels=source.labels[: self.capacity].clone(),
-                left_out=LeftOut(source.key, "truncated", length - self.capacity),
-            )
-        if bool((source.labels[1:] == IGNORE).all()):
-            return [EncodedSource.dropped(source.key, "no_targets", length)]
-        return [source]
-
-    def _split(self, source: EncodedSource) -> list[EncodedSource]:
-        pieces: list[EncodedSource] = []
-        for start in range(0, len(source) - 1, self.capacity - 1):
-            part = slice(start, start + self.capacity)
-            key = f"{source.key}#{len(pieces)}"
-            piece = EncodedSource.of(key, source.input_ids[part].clone(), source.labels[part])
-            piece.group = source.group
-            pieces.append(piece)
-        return pieces
-
-    def _too_long(self, what: str, length: int) -> str:
-        return (
-            f"{what} has {length} tokens, more than capacity={self.capacity}: raise the capacity, shorten the data, "
-            "or choose overlength='drop' or 'truncate' ('split' for plain text)"
-        )
+        return admitted(source, capacity=self.capacity, rule=self.overlength)
 
     def select(
         self,
@@ -367,7 +298,5 @@ class PackingPolicy:
 
     def fingerprint(self) -> dict[str, Any]:
         """Every setting as plain values; two policies with equal fingerprints pack the same stream the same way."""
-        settings = asdict(self)
-        if self.carry_over:
-            settings["age_limit"] = self.age_limit or 4.0
-        return settings | {"window": self.window_size}
+        age_limit = (self.age_limit or DEFAULT_AGE_LIMIT) if self.carry_over else None
+        return asdict(self) | {"age_limit": age_limit, "window": self.window_size}

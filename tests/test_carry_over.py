@@ -78,11 +78,14 @@ def test_rows_of_real_data_are_as_full(tmp_path: Path, name: str, size: int) -> 
     multiple=st.sampled_from([1, 4]),
     most=st.sampled_from([None, 1, 3]),
     groups=st.integers(1, 3),
+    limit=st.sampled_from([2, 3.5, 4, 10]),
 )
 def test_every_source_leaves_once_in_time_and_with_its_own_kind(
-    algorithm: str, lengths: list[int], size: int, multiple: int, most: int | None, groups: int
+    algorithm: str, lengths: list[int], size: int, multiple: int, most: int | None, groups: int, limit: float
 ) -> None:
-    policy = PackingPolicy(capacity=40, algorithm=algorithm, buffer_size=size, multiple=multiple, max_sources=most)
+    policy = PackingPolicy(
+        capacity=40, algorithm=algorithm, buffer_size=size, multiple=multiple, max_sources=most, age_limit=limit
+    )
     keys = [length * 7 % groups for length in lengths]
     stream = simulate(policy, lengths, keys=keys)
     assert sorted(i for group in stream.groups for i in group) == list(range(len(lengths)))
@@ -90,7 +93,7 @@ def test_every_source_leaves_once_in_time_and_with_its_own_kind(
         assert 0 < sum(policy.aligned(lengths[i]) for i in group) <= 40
         assert len(group) <= (most or 40)
         assert len({keys[i] for i in group}) == 1
-    assert stream.oldest <= 6
+    assert stream.oldest <= 1.5 * limit
     assert stream.groups == simulate(policy, lengths, keys=keys).groups
 
 
@@ -161,6 +164,16 @@ def test_the_choice_is_in_the_state(numbers: Path, monkeypatch: pytest.MonkeyPat
         assert Run(numbers, num_workers=0, state=swapped).data.packing.algorithm == other
 
 
+def test_a_whole_buffer_can_be_made_more_packs() -> None:
+    policy = PackingPolicy(capacity=40, carry_over=False, min_bins=4, bins_multiple_of=3)
+    assert len(policy.pack([10] * 8)) == len(policy.choose([10] * 8)) == 6
+    assert len(policy.choose([10] * 5, final=True)) == 2, "too few for six packs"
+    with pytest.raises(ValueError, match="5 sources cannot make 6 bins"):
+        policy.choose([10] * 5)
+    with pytest.raises(ValueError, match="2 different group keys"):
+        policy.choose([10] * 8, keys=[0, 1] * 4)
+
+
 def test_what_is_not_used_is_refused() -> None:
     for settings_, message in (
         ({"carry_over": False, "age_limit": 4.0}, r"age_limit=4.0 is used with carry_over=True only"),
@@ -169,6 +182,8 @@ def test_what_is_not_used_is_refused() -> None:
         ({"bins_multiple_of": 2}, r"bins_multiple_of=2 is used with carry_over=False"),
         ({"window": 8}, r"window=8 is used with balance='quadratic' only"),
         ({"balance": "linear"}, r"balance='linear' is not 'quadratic'"),
+        ({"carry_over": False, "min_bins": 300}, r"min_bins=300 packs cannot be made of buffer_size=256 sources"),
+        ({"balance": "quadratic", "algorithm": "concatenative"}, r"balance='quadratic' changes the order of arrival"),
         ({"delta": 1}, r"delta=1 is not used by algorithm='minimum_bin_slack'.* is taken by balanced_greedy_knapsack"),
         ({"max_sources": 0}, r"max_sources=0"),
         ({"carry_over": 1}, r"carry_over=1 is not True or False"),

@@ -137,7 +137,7 @@ def test_select_loses_nothing_and_carries_the_markers() -> None:
         EncodedSource.dropped("x", "corrupt"),
         EncodedSource.dropped("y", "empty"),
     ]
-    groups = policy.select(buffer, worker=1, index=5)
+    groups = policy.select(buffer, final=True, worker=1, index=5)
     assert sorted(map(id, buffer)) == sorted(id(s) for group in groups for s in group)
     packs = [policy.build(group) for group in groups]
     assert [gone.key for gone in packs[0].left_out] == ["x", "y"]
@@ -162,5 +162,6 @@ def test_packs_of_a_buffer_come_in_an_order_of_their_own() -> None:
 
 def test_fingerprint_names_every_setting() -> None:
     assert set(PackingPolicy(capacity=8).fingerprint()) == {
-        "capacity", "algorithm", "buffer_size", "multiple", "width", "overlength", "seed",
+        "capacity", "algorithm", "buffer_size", "carry_over", "age_limit", "multiple", "width", "overlength", "max_sources",
+        "min_bins", "bins_multiple_of", "delta", "balance", "window", "seed",
     }  # fmt: skip

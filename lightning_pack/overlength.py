@@ -1,0 +1,61 @@
+"""Admission to the buffer: sources that fit in no row are left out, cut, split or refused; so are those without a target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from lightning_pack.row import IGNORE, EncodedSource, LeftOut
+
+Overlength = Literal["drop", "truncate", "split", "error"]
+
+
+class OverlengthError(ValueError):
+    """A source is longer than a row may be, and the policy says ``overlength="error"``."""
+
+
+def too_long(what: str, length: int, *, capacity: int) -> OverlengthError:
+    """The error for a source of so many tokens."""
+    return OverlengthError(
+        f"{what} has {length} tokens, more than capacity={capacity}: raise the capacity, shorten the data, "
+        "or choose overlength='drop' or 'truncate' ('split' for plain text)"
+    )
+
+
+def admitted(source: EncodedSource, *, capacity: int, rule: Overlength) -> list[EncodedSource]:
+    """What may enter the buffer in place of ``source``: itself, pieces of it, or the marker of its absence.
+
+    Raises:
+        OverlengthError: under the rule ``"error"``, for a source that fits in no row.
+    """
+    if source.left_out is not None and not len(source):
+        return [source]
+    length = len(source)
+    if not length:
+        return [EncodedSource.dropped(source.key, "empty")]
+    if length > capacity:
+        if rule == "error":
+            raise too_long(f"sample {source.key!r}", length, capacity=capacity)
+        if rule == "split" and source.splittable:
+            return _pieces(source, capacity)
+        if rule != "truncate":
+            return [EncodedSource.dropped(source.key, "overlength", length)]
+        source = replace(
+            source,
+            input_ids=source.input_ids[:capacity].clone(),
+            labels=source.labels[:capacity].clone(),
+            left_out=LeftOut(source.key, "truncated", length - capacity),
+        )
+    if bool((source.labels[1:] == IGNORE).all()):
+        return [EncodedSource.dropped(source.key, "no_targets", length)]
+    return [source]
+
+
+def _pieces(source: EncodedSource, capacity: int) -> list[EncodedSource]:
+    pieces: list[EncodedSource] = []
+    for start in range(0, len(source) - 1, capacity - 1):
+        part = slice(start, start + capacity)
+        piece = EncodedSource.of(f"{source.key}#{len(pieces)}", source.input_ids[part].clone(), source.labels[part])
+        piece.group = source.group
+        pieces.append(piece)
+    return pieces

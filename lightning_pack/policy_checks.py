@@ -1,0 +1,88 @@
+"""What the settings of a policy must be: each in its range, all of them fitting together, and none without use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_pack import binning
+
+if TYPE_CHECKING:
+    from lightning_pack.policy import PackingPolicy
+
+_WHOLE_BUFFER = "carry_over=False, which packs a buffer as a whole"
+
+
+def check_settings(policy: PackingPolicy) -> None:
+    """Check a policy as it is made.
+
+    Raises:
+        ValueError: naming the setting, its value, its limit and the ways out.
+    """
+    _check_ranges(policy)
+    if policy.capacity % policy.multiple:
+        raise ValueError(
+            f"capacity={policy.capacity} is not a multiple of multiple={policy.multiple}: "
+            f"take {policy.capacity // policy.multiple * policy.multiple or policy.multiple}"
+        )
+    if policy.overlength == "split" and policy.capacity < 2:
+        raise ValueError("overlength='split' needs a capacity of at least 2 tokens: each piece repeats one as context")
+    _check_width(policy)
+    _check_use(policy)
+    for name in ("min_bins", "bins_multiple_of"):
+        if (getattr(policy, name) or 1) > policy.buffer_size:
+            raise ValueError(
+                f"{name}={getattr(policy, name)} packs cannot be made of buffer_size={policy.buffer_size} sources: "
+                "raise buffer_size"
+            )
+    # Refuses options that the packer does not take.
+    binning.pack([], policy.capacity, algorithm=policy.packer, **policy.packer_settings)
+
+
+def _check_ranges(policy: PackingPolicy) -> None:
+    for name, least in (
+        *(("capacity", 1), ("buffer_size", 1), ("multiple", 1), ("max_sources", 1), ("min_bins", 1)),
+        *(("bins_multiple_of", 1), ("delta", 0), ("window", 2), ("seed", 0)),
+    ):
+        value = getattr(policy, name)
+        if value is None and name in ("max_sources", "min_bins", "window"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+    limit = policy.age_limit
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 2 <= limit < float("inf")):
+        raise ValueError(f"age_limit={limit!r}: a number of turnovers of at least 2 is needed")
+    if not isinstance(policy.carry_over, bool):
+        raise ValueError(f"carry_over={policy.carry_over!r} is not True or False")
+    if policy.balance not in (None, "quadratic"):
+        raise ValueError(f"balance={policy.balance!r} is not 'quadratic' or None")
+    if policy.overlength not in ("drop", "truncate", "split", "error"):
+        raise ValueError(f"overlength={policy.overlength!r} is not one of 'drop', 'truncate', 'split', 'error'")
+
+
+def _check_width(policy: PackingPolicy) -> None:
+    width = policy.width
+    if width in ("variable", "fixed"):
+        return
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise ValueError(f"width={width!r} is not 'variable', 'fixed' or a number of tokens")
+    if width % policy.multiple:
+        raise ValueError(f"width={width} is not a multiple of multiple={policy.multiple}")
+    if width < policy.capacity:
+        raise ValueError(f"width={width} is less than capacity={policy.capacity}: a full pack would not fit its row")
+
+
+def _check_use(policy: PackingPolicy) -> None:
+    for name, used, where in (
+        ("age_limit", policy.carry_over, "carry_over=True"),
+        ("min_bins", not policy.carry_over, _WHOLE_BUFFER),
+        ("bins_multiple_of", not policy.carry_over, _WHOLE_BUFFER),
+        ("window", policy.balance is not None, "balance='quadratic'"),
+    ):
+        value = getattr(policy, name)
+        if value is not None and not used and (name, value) != ("bins_multiple_of", 1):
+            raise ValueError(f"{name}={value!r} is used with {where} only")
+    if policy.algorithm == "concatenative":
+        if policy.seed:
+            raise ValueError(f"seed={policy.seed} is not used by algorithm='concatenative', which keeps the order of arrival")
+        if policy.balance is not None:
+            raise ValueError(f"balance={policy.balance!r} changes the order of arrival, which algorithm='concatenative' keeps")
