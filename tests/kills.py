@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.conftest import faulty_records
 from tests.numbers_data import lengths, records_of, write_webdataset
-from tests.sweep import SOURCES_PER_RANK, Piece, Plan, fit, no_differences, steps_in
+from tests.sweep import POLICIES, SOURCES_PER_RANK, Piece, Plan, fit, no_differences, steps_in
 
 KILLS_PER_SERIES = 12
 #: A folder on another filesystem than the checkpoints.
@@ -166,7 +166,13 @@ class Series:
         if number % 3 == 1:
             schedule |= {"check_val_every_n_epoch": schedule.get("check_val_every_n_epoch", 2)}
         passes = 2 if number % 3 == 2 else None
-        self.plan = Plan(workers=self.workers, accumulate=self.accumulate, trainer=tuple(schedule.items()), passes=passes)
+        self.plan = Plan(
+            workers=self.workers,
+            accumulate=self.accumulate,
+            trainer=tuple(schedule.items()),
+            passes=passes,
+            policy=tuple(draw.choice(POLICIES).items()),
+        )
         # Half of them write to another filesystem than that of temporary files, so that the last move is a copy.
         self.copies = draw.random() < 0.5 and ELSEWHERE.is_dir()
         self.keep = draw.choice([{"save_top_k": -1}, {"save_top_k": 1}, {"save_top_k": 1, "save_last": True}])

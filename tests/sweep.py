@@ -95,6 +95,16 @@ def matrix() -> list[Case]:
     return [case for case in cases if left_out(case) is None]
 
 
+#: Policies that draw in different ways on what a position holds; the first twice as often as each of the others.
+POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"carry_over": False},
+    {"buffer_size": 24, "algorithm": "exact_fill"},
+    {"balance": "quadratic", "window": 4},
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What decides about the uninterrupted run of a case."""
@@ -103,6 +113,7 @@ class Plan:
     accumulate: int
     trainer: tuple[tuple[str, Any], ...]
     passes: int | None = None
+    policy: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, case: Case, draw: random.Random) -> Plan:
@@ -121,7 +132,13 @@ class Plan:
             every["check_val_every_n_epoch"] = 1
         if often or draw.random() < 0.5:
             settings |= every
-        return cls(workers=case.workers, accumulate=case.accumulate, trainer=tuple(settings.items()), passes=passes)
+        return cls(
+            workers=case.workers,
+            accumulate=case.accumulate,
+            trainer=tuple(settings.items()),
+            passes=passes,
+            policy=tuple(draw.choice(POLICIES).items()),
+        )
 
 
 class StoppedError(Exception):
@@ -263,7 +280,7 @@ def fit(
     datamodule = EnergonPackDataModule(
         data,
         encoder=NumberEncoder(),
-        packing=PackingPolicy(capacity=64, buffer_size=6, multiple=4),
+        packing=PackingPolicy(**{"capacity": 64, "buffer_size": 6, "multiple": 4} | dict(plan.policy)),
         num_workers=plan.workers,
         shuffle_buffer_size=8,
         max_samples_per_sequence=10,
