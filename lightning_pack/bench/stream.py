@@ -19,13 +19,12 @@ from pathlib import Path
 
 from lightning_pack.bench.bins import SETS, drawn, next_fit
 from lightning_pack.binning import Groups
+from lightning_pack.energon.sampling import MOST_SAMPLED
 from lightning_pack.planner.balance import RankBalance, rank_balance
 from lightning_pack.policy import AUTO, PackingPolicy
 from lightning_pack.simulation import simulate
 
 _BUFFER_SIZES = (16, 64, 256, 1024)
-#: Lengths that "auto" decides by, as many as the datamodule reads for that.
-_DRY_RUN = 4096
 _BALANCED_SET = "A"
 
 
@@ -100,7 +99,7 @@ def measured(name: str, *, count: int, buffer_sizes: Sequence[int]) -> Iterator[
         for algorithm in (*AUTO, "auto"):
             asked = PackingPolicy(capacity, algorithm=algorithm, buffer_size=size)
             started = time.process_time()
-            policy = asked.settled(lengths[:_DRY_RUN])
+            policy = asked.settled(lengths[:MOST_SAMPLED])
             chosen = time.process_time()
             made = simulate(policy, lengths)
             yield way(
