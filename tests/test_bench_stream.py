@@ -65,3 +65,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["bench", "stream", "--ranks", "1"])
     assert stop.value.code == 2
     assert "--ranks 1: at least 2 is needed" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "stream", "--out", str(tmp_path / "nowhere" / "stream.json")])
+    assert stop.value.code == 2
+    assert "there is no folder" in capsys.readouterr().err

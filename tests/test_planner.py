@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_pack import PackingPolicy, cli, plan
+from lightning_pack import EnergonPackDataModule, PackingPolicy, cli, plan
 from lightning_pack.bench.bins import drawn
 from lightning_pack.binning import lower_bound
 from lightning_pack.planner import Combination, Plan, Sources, Stream
@@ -20,6 +20,7 @@ from lightning_pack.policy import AUTO, OverlengthError
 from lightning_pack.prepare import prepare_jsonl, train_tokenizer
 from lightning_pack.simulation import simulate
 from tests.numbers_data import NumberEncoder, records_of, write_webdataset
+from tests.numbers_data import lengths as numbers_lengths
 
 WORDS = ("packer", "fills", "every", "row", "and", "leaves", "no", "source", "behind", "while", "the", "reader", "goes", "on")
 
@@ -190,6 +191,20 @@ def test_a_dataset_is_read_as_for_training(numbers: Path, tmp_path: Path) -> Non
     endless = plan(blend, capacity=64, encoder=NumberEncoder(), buffer_sizes=[16], sources=400)
     assert not endless.sources.whole
     assert len(endless.sources.lengths) + sum(gone.sources for gone in endless.sources.left_out) == 400
+
+
+def test_the_loader_makes_the_packs_that_were_planned(tmp_path: Path) -> None:
+    path = write_webdataset(tmp_path / "data", {"train": records_of(numbers_lengths(120, most=60))})
+    found = plan(path, capacity=64, encoder=NumberEncoder(), buffer_sizes=[16], sources=120)
+    assert found.sources.lengths != tuple(numbers_lengths(120, most=60)), "read in a shuffled order"
+    for each in (row(found, name, 16) for name in ("exact_fill", "concatenative")):
+        data = EnergonPackDataModule(path, encoder=NumberEncoder(), packing=each.policy, num_workers=0, epochs=1)
+        data.setup("fit")
+        batches = list(data.train_dataloader())
+        data.teardown("fit")
+        assert len(batches) == each.packs > 20
+        assert max(age for batch in batches for age in batch.ages) / 16 == each.oldest
+    assert row(found, "exact_fill", 16).packs < row(found, "concatenative", 16).packs
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

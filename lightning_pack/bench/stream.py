@@ -139,6 +139,8 @@ def main(args: Sequence[str]) -> None:
         for value in values:
             if value < least:
                 parser.error(f"--{name} {value}: at least {least} is needed")
+    if options.out is not None and not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     lines = []
     for name in options.sets:
         print(f"set {name}, {options.count:,} lengths, capacity {SETS[name][1]:,}", flush=True)
