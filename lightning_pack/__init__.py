@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_pack.energon.worker import WorkerFailedError
     from lightning_pack.module import PackedCausalLM
     from lightning_pack.parallel import ParallelLayout
+    from lightning_pack.planner import plan
     from lightning_pack.policy import PackingPolicy
     from lightning_pack.resume import ResumeError
     from lightning_pack.rewind import SaveRefusedError
@@ -34,6 +35,7 @@ _HOMES = {
     "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
     "WorkerFailedError": "energon.worker",
+    "plan": "planner",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "StorageRetry",
     "TokenNormalizedGradients",
     "WorkerFailedError",
+    "plan",
 ]
 
 

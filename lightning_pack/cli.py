@@ -1,4 +1,4 @@
-"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, look into checkpoints, measure.
+"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, plan, look into checkpoints, measure.
 
 ``fit``, ``validate`` and ``test`` are Lightning's command line over
 :class:`~lightning_pack.module.PackedCausalLM` and :class:`~lightning_pack.datamodule.EnergonPackDataModule`, with
@@ -24,6 +24,7 @@ _COMMANDS = {
     "validate": "evaluate on the split val",
     "test": "evaluate on the split test",
     "prepare": "turn a .jsonl file, or Python's own documentation, into a dataset",
+    "plan": "find out which packing suits a dataset, by dry runs over the lengths of its samples",
     "inspect": "show what a checkpoint holds, and whether a run would go on from it",
     "bench": "measure what packing gives and costs, as ratios in one run",
 }
@@ -69,6 +70,10 @@ def _run(args: list[str]) -> None:
         from lightning_pack.bench import main as bench
 
         bench(args[1:])
+    elif args[0] == "plan":
+        from lightning_pack.planner.command import main as plan
+
+        plan(args[1:])
     elif args[0] == "inspect":
         from lightning_pack.checkpoints.command import main as inspect
 

@@ -76,7 +76,7 @@ def refused(*args: str) -> int:
 def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("--help") == 0
     out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "prepare", "inspect", "bench"):
+    for command in ("fit", "validate", "test", "prepare", "plan", "inspect", "bench"):
         (line,) = (line for line in out.splitlines() if line.split()[:1] == [command])
         assert len(line.split()) > 3
     assert refused() == 2
@@ -85,7 +85,8 @@ def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("train") == 2
-    assert "'train' is no command; the commands are fit, validate, test, prepare, inspect, bench" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "'train' is no command; the commands are fit, validate, test, prepare, plan, inspect, bench" in error
 
 
 def test_prepare_passes_options_on_and_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

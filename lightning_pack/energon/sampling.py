@@ -23,11 +23,13 @@ class SampledSources:
     Args:
         lengths: real tokens of each, in the order of reading.
         groups: their group keys.
+        splittable: whether each is a plain text, which may be cut in pieces.
         left_out: what was dropped or cut, and why; with the tokens where they are known.
     """
 
     lengths: list[int]
     groups: list[str | None]
+    splittable: list[bool]
     left_out: list[LeftOut]
 
 
@@ -58,7 +60,7 @@ def sample_sources(
             share = open_evaluation_share(options, 0, Whereabouts(), split=split, of=of)
         else:
             share = open_share(options, 0, Whereabouts(), split=split, of=of, epoch=epoch)
-    found = SampledSources(lengths=[], groups=[], left_out=[])
+    found = SampledSources(lengths=[], groups=[], splittable=[], left_out=[])
     with put_back():
         share.worker_config.worker_activate(0)
         try:
@@ -66,6 +68,7 @@ def sample_sources(
                 if len(source):
                     found.lengths.append(len(source))
                     found.groups.append(source.group)
+                    found.splittable.append(source.splittable)
                 if source.left_out is not None:
                     found.left_out.append(source.left_out)
         finally:

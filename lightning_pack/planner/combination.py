@@ -1,0 +1,114 @@
+"""One algorithm with one buffer size, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pack.binning import lower_bound
+from lightning_pack.planner.sources import OverLength, Stream
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.simulation import simulate
+
+#: Bytes that a token takes up in a loader worker: its id and its label, int64 each.
+TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """What one loader worker makes of a stream of sources under one policy.
+
+    Args:
+        policy: the packing rules.
+        sources: how many were packed.
+        packs: how many they became, those at the end included.
+        bound: packs that no packer can do without, had it all sources before it at once.
+        real_tokens: of the sources.
+        aligned_tokens: that they take up in rows.
+        overlength: what was longer than the capacity.
+        oldest: the longest wait of a source in the buffer, in turnovers of the buffer.
+    """
+
+    policy: PackingPolicy
+    sources: int
+    packs: int
+    bound: int
+    real_tokens: int
+    aligned_tokens: int
+    overlength: OverLength
+    oldest: float
+
+    @classmethod
+    def measured(cls, policy: PackingPolicy, stream: Stream, *, bound: int) -> Combination:
+        """Pack a stream; ``bound`` is that of :func:`bound_of`."""
+        made = simulate(policy, stream.lengths, keys=stream.keys)
+        return cls(
+            policy=made.policy,
+            sources=len(stream.lengths),
+            packs=made.packs,
+            bound=bound,
+            real_tokens=sum(stream.lengths),
+            aligned_tokens=sum(map(policy.aligned, stream.lengths)),
+            overlength=stream.overlength,
+            oldest=made.oldest,
+        )
+
+    @property
+    def name(self) -> str:
+        """The algorithm, and whether the buffer is flushed."""
+        return self.policy.algorithm + ("" if self.policy.carry_over else ", flushed")
+
+    @property
+    def slots(self) -> int:
+        """Tokens that the packs could hold."""
+        return self.packs * self.policy.capacity
+
+    @property
+    def fill(self) -> float:
+        """Real tokens per slot."""
+        return self.real_tokens / self.slots
+
+    @property
+    def gap(self) -> float:
+        """Packs per pack of the bound, less 1."""
+        return self.packs / self.bound - 1
+
+    @property
+    def alignment(self) -> float:
+        """Share of the slots that pad sources to the multiple."""
+        return (self.aligned_tokens - self.real_tokens) / self.slots
+
+    @property
+    def tail(self) -> float:
+        """Share of the slots after the last source of a pack."""
+        return 1 - self.aligned_tokens / self.slots
+
+    @property
+    def memory(self) -> int:
+        """Bytes of ids and labels that a loader worker holds: a buffer of sources of mean length, and with balance a window."""
+        buffer = -(-TOKEN_BYTES * self.policy.buffer_size * self.real_tokens // self.sources)
+        return buffer + (0 if self.policy.balance is None else TOKEN_BYTES * self.policy.window_tokens)
+
+
+def bound_of(policy: PackingPolicy, stream: Stream) -> int:
+    """The lower bound of the packs of a stream; sources with different keys need packs of their own."""
+    apart: dict[str | None, list[int]] = {}
+    for length, key in zip(stream.lengths, stream.keys, strict=True):
+        apart.setdefault(key, []).append(policy.aligned(length))
+    return sum(lower_bound(lengths, policy.capacity) for lengths in apart.values())
+
+
+def choices(base: PackingPolicy, buffer_sizes: Sequence[int]) -> list[PackingPolicy]:
+    """What a plan compares: every algorithm with every buffer size."""
+    kinds = (
+        ("exact_fill", True),
+        ("minimum_bin_slack", True),
+        ("best_fit_decreasing", True),
+        ("best_fit_decreasing", False),
+        ("concatenative", True),
+    )
+    return [
+        replace(base, algorithm=algorithm, carry_over=carry_over, buffer_size=size)
+        for algorithm, carry_over in kinds
+        for size in buffer_sizes
+    ]

@@ -1,0 +1,140 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from lightning_pack.planner.table import Table
+from lightning_pack.prepare.result import LengthStatistics
+
+if TYPE_CHECKING:
+    from lightning_pack.planner.result import Plan
+
+
+def text(plan: Plan) -> str:
+    """What was read, the tables, and the recommendation."""
+    parts = ["\n".join(_data(plan)), combinations(plan).text(), f"{_CAPACITIES}:\n{capacities(plan).text()}"]
+    if plan.balance is not None:
+        parts.append(_balance(plan))
+    return "\n\n".join([*parts, "\n".join(_recommendation(plan))])
+
+
+def html(plan: Plan) -> str:
+    """The same with HTML tables, and the YAML block."""
+    parts = [
+        *(f"<p>{escape(line)}</p>" for line in _data(plan)),
+        combinations(plan).html(),
+        f"<p>{escape(_CAPACITIES)}</p>",
+        capacities(plan).html(),
+        *([] if plan.balance is None else [f"<p>{escape(_balance(plan))}</p>"]),
+        *(f"<p>{escape(line)}</p>" for line in _recommendation(plan)),
+        f"<pre>{escape(plan.yaml())}</pre>",
+    ]
+    return "".join(parts)
+
+
+_CAPACITIES = "Capacities at equal token slots in a step, each with its best algorithm and the recommended buffer"
+
+
+def combinations(plan: Plan) -> Table:
+    """Every algorithm with every buffer size; the recommended one is marked."""
+    policy = plan.policy
+    marked = [
+        number
+        for number, each in enumerate(plan.combinations)
+        if (each.policy.algorithm, each.policy.buffer_size) == (policy.algorithm, policy.buffer_size)
+    ]
+    return Table(
+        headings=("algorithm", "buffer", "fill", "gap to bound", "tail", "alignment", "oldest", "memory"),
+        rows=[
+            (
+                each.name,
+                f"{each.policy.buffer_size:,}",
+                f"{each.fill:.2%}",
+                f"{each.gap:.2%}",
+                f"{each.tail:.2%}",
+                f"{each.alignment:.2%}",
+                f"{each.oldest:.1f}",
+                size(each.memory),
+            )
+            for each in plan.combinations
+        ],
+        marked=marked[0],
+    )
+
+
+def capacities(plan: Plan) -> Table:
+    """Several capacities; the one that was asked for is marked."""
+    at = [each.capacity for each in plan.capacities]
+    return Table(
+        headings=("capacity", "packs/step", "sources/step", "fill", "over", "tokens lost", "sum(len^2)/token", "algorithm"),
+        rows=[
+            (
+                f"{each.capacity:,}",
+                f"{each.packs_per_step:.4g}",
+                f"{each.sources_per_step:,.1f}",
+                f"{each.combination.fill:.2%}",
+                f"{each.combination.overlength.over:.2%}",
+                f"{each.combination.overlength.lost:.2%}",
+                f"{each.squares_per_token:,.0f}",
+                each.combination.name,
+            )
+            for each in plan.capacities
+        ],
+        marked=at.index(plan.policy.capacity),
+    )
+
+
+def _data(plan: Plan) -> list[str]:
+    sources, policy = plan.sources, plan.policy
+    count, packed = len(sources.lengths), plan.combinations[0].sources
+    said = "all" if sources.whole else "the first"
+    repeated = ", repeated in new orders as an endless training stream does" if packed > count else ""
+    lines = [
+        f"{sources.name}: {said} {count:,} sources; each dry run packs {packed:,}{repeated}",
+        LengthStatistics.of(sources.lengths).summary().replace("records taken evenly", "sources"),
+    ]
+    if sources.left_out:
+        gone = ", ".join(f"{each.reason} {each.sources:,}" for each in sources.left_out)
+        lines.append(f"left out at any capacity: {gone}")
+    over = plan.recommendation.combination.overlength
+    lines.append(
+        f"{over.over:.2%} of the sources are longer than capacity {policy.capacity:,}; overlength={policy.overlength!r} loses "
+        f"{over.lost:.2%} of the tokens read"
+    )
+    lines.append(
+        "fill, tail and alignment are shares of the slots; the oldest wait is in turnovers; memory is per loader worker"
+    )
+    return lines
+
+
+def _balance(plan: Plan) -> str:
+    balance = plan.balance
+    assert balance is not None
+    windows = ", ".join(
+        f"{each.imbalance:.2f} with window={each.window} (up to {size(16 * each.tokens)} more per loader worker)"
+        for each in balance.windows
+    )
+    return (
+        f"Attention work of {balance.ranks} ranks, largest / mean, mean of {balance.steps:,} steps: {balance.unbalanced:.2f}; "
+        f"under balance='quadratic' {windows}"
+    )
+
+
+def _recommendation(plan: Plan) -> list[str]:
+    policy, memory = plan.policy, plan.recommendation.combination.memory
+    balance = "" if policy.balance is None else f", balance={policy.balance!r}"
+    lines = [
+        f"Recommended: algorithm={policy.algorithm!r}, buffer_size={policy.buffer_size}{balance}.",
+        f"{plan.recommendation.reason[0].upper()}{plan.recommendation.reason[1:]}.",
+        f"The {plan.workers} loader workers of a rank then hold about {size(plan.workers * memory)}."
+        if plan.workers > 1
+        else f"The loader of a rank then holds about {size(memory)}.",
+    ]
+    return lines + [f"{remark[0].upper()}{remark[1:]}." for remark in plan.recommendation.remarks]
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 1e3:,.0f} kB" if count < 1e6 else f"{count / 1e6:,.1f} MB"

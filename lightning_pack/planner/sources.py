@@ -1,0 +1,222 @@
+"""The sources that a plan is made by: how long they are, and what a capacity makes of those that are longer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_pack.encoders.base import Encoder
+from lightning_pack.policy import OverlengthError, PackingPolicy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: A capacity that no source exceeds, so that all are measured whole.
+_UNBOUNDED = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOutCount:
+    """How many of the sources that were read cannot be trained on at any capacity, for one reason."""
+
+    reason: str
+    sources: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverLength:
+    """What is longer than a capacity.
+
+    Args:
+        over: share of the sources that are longer.
+        lost: share of the tokens read that are not trained on because of it, 0 to 1.
+    """
+
+    over: float
+    lost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Sources as they enter the buffer of a loader worker under one policy.
+
+    Args:
+        lengths: real tokens of each, none above the capacity.
+        keys: sources with different keys do not share a pack.
+        overlength: what was longer than the capacity.
+    """
+
+    lengths: list[int] = field(repr=False)
+    keys: list[str | None] = field(repr=False)
+    overlength: OverLength
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """A sample of a dataset, each source as long as the encoder makes it.
+
+    Args:
+        name: of the dataset.
+        lengths: real tokens, in the order of reading.
+        groups: group keys.
+        splittable: whether ``overlength="split"`` may cut a source in pieces.
+        left_out: what the encoder left out.
+        whole: whether this is one whole pass over the data, and not the beginning of one.
+    """
+
+    name: str
+    lengths: tuple[int, ...] = field(repr=False)
+    groups: tuple[str | None, ...] = field(repr=False)
+    splittable: tuple[bool, ...] = field(repr=False)
+    left_out: tuple[LeftOutCount, ...] = ()
+    whole: bool = False
+
+    @classmethod
+    def given(cls, lengths: Sequence[int], *, most: int) -> Sources:
+        """The first of a list of lengths, those of plain texts.
+
+        Raises:
+            ValueError: for a length that is no whole number of at least 1, or no lengths at all.
+        """
+        taken = [int(length) for length in lengths[:most]]
+        for index, (length, given) in enumerate(zip(taken, lengths, strict=False)):
+            if length < 1 or length != given:
+                raise ValueError(f"lengths[{index}] is {given}: a source has a whole number of tokens, at least 1")
+        if not taken:
+            raise ValueError("there are no lengths to plan with: give at least one")
+        count = len(taken)
+        return cls(
+            name="lengths",
+            lengths=tuple(taken),
+            groups=(None,) * count,
+            splittable=(True,) * count,
+            whole=len(lengths) <= most,
+        )
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        *,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None,
+        encoder: Encoder | None,
+        group_by: str | None,
+        most: int,
+    ) -> Sources:
+        """The first sources of a dataset's training split, shuffled and encoded as for training.
+
+        Raises:
+            ValueError: if there is no such dataset, no tokenizer, or no source that can be trained on.
+        """
+        from lightning_pack.datamodule import EnergonPackDataModule
+        from lightning_pack.energon import refuse_endless, sample_sources
+
+        data = EnergonPackDataModule(
+            path, tokenizer=tokenizer, packing=PackingPolicy(_UNBOUNDED), encoder=encoder, group_by=group_by
+        )
+        data.setup("validate")
+        try:
+            refuse_endless(data.path, "train")
+            epoch: int | None = 0
+        except ValueError:
+            # A blend by weights repeats its datasets in proportion: its stream is read as it comes.
+            epoch = None
+        found = sample_sources(data.options, most=most, epoch=epoch)
+        left_out = tuple(
+            LeftOutCount(reason=reason, sources=count)
+            for reason, count in sorted(Counter(gone.reason for gone in found.left_out).items())
+        )
+        if not found.lengths:
+            counted = ", ".join(f"{gone.reason} {gone.sources:,}" for gone in left_out)
+            raise ValueError(
+                f"none of the {len(found.left_out):,} sources read from {data.path!r} can be trained on ({counted}): correct "
+                "the data, or give the tokenizer or encoder that it is meant for"
+            )
+        return cls(
+            name=data.path,
+            lengths=tuple(found.lengths),
+            groups=tuple(found.groups),
+            splittable=tuple(found.splittable),
+            left_out=left_out,
+            whole=epoch == 0 and len(found.lengths) + len(found.left_out) < most,
+        )
+
+    def stream(self, policy: PackingPolicy, *, count: int) -> Stream:
+        """At least ``count`` sources as a policy admits them.
+
+        Fewer sources are repeated in new orders, as the endless training stream does. That a source which is cut may have no
+        target left is not known from lengths.
+
+        Raises:
+            OverlengthError: under ``overlength="error"``, if a source is longer than the capacity.
+            ValueError: if none is short enough.
+        """
+        stream = Stream(lengths=[], keys=[], overlength=self.overlength(policy))
+        if not self.fit(policy):
+            raise ValueError(
+                f"none of the {len(self.lengths):,} sources of {self.name} fits into capacity={policy.capacity} (the shortest "
+                f"has {min(self.lengths):,} tokens): raise the capacity, or choose overlength='truncate'"
+            )
+        number = 0
+        while len(stream.lengths) < count:
+            order = np.random.default_rng([policy.seed, number]).permutation(len(self.lengths)).tolist()
+            for i in order if number else range(len(self.lengths)):
+                pieces = self._pieces(i, policy)
+                stream.lengths.extend(pieces)
+                stream.keys.extend([self.groups[i]] * len(pieces))
+                if len(stream.lengths) >= count:
+                    break
+            number += 1
+        return stream
+
+    def fit(self, policy: PackingPolicy) -> bool:
+        """Whether a policy admits any of the sources."""
+        return any(self._pieces(index, policy) for index in range(len(self.lengths)))
+
+    def overlength(self, policy: PackingPolicy) -> OverLength:
+        """What is longer than the capacity of a policy.
+
+        Raises:
+            OverlengthError: under ``overlength="error"``, if any source is.
+        """
+        lengths = np.array(self.lengths, dtype=np.int64)
+        over = lengths > policy.capacity
+        if policy.overlength == "error" and over.any():
+            raise OverlengthError(
+                f"{over.sum():,} of {len(lengths):,} sources of {self.name} are longer than capacity={policy.capacity}, the "
+                f"longest has {lengths.max():,} tokens, and overlength='error' would stop the run there: raise the capacity, "
+                "or choose overlength='drop' or 'truncate' ('split' for plain text)"
+            )
+        lost = np.where(over, lengths, 0)
+        if policy.overlength == "truncate":
+            lost = np.maximum(lengths - policy.capacity, 0)
+        elif policy.overlength == "split":
+            lost = np.where(self.splittable, 0, lost)
+        return OverLength(over=float(over.mean()), lost=float(lost.sum() / lengths.sum()))
+
+    def sufficient(self, policy: PackingPolicy, *, lost: float, step: int) -> int:
+        """The least capacity, a multiple of ``step`` tokens, with which at most a share ``lost`` of the tokens is lost."""
+        below, enough = 0, -(-max(self.lengths) // step)
+        while enough - below > 1:
+            middle = (below + enough) // 2
+            if self.overlength(replace(policy, capacity=middle * step)).lost <= lost:
+                enough = middle
+            else:
+                below = middle
+        return enough * step
+
+    def _pieces(self, index: int, policy: PackingPolicy) -> list[int]:
+        """Lengths of what the policy makes of a source."""
+        length, capacity = self.lengths[index], policy.capacity
+        if length <= capacity:
+            return [length]
+        if policy.overlength == "truncate":
+            return [capacity]
+        if policy.overlength == "split" and self.splittable[index]:
+            return [min(capacity, length - start) for start in range(0, length - 1, capacity - 1)]
+        return []
