@@ -34,7 +34,7 @@ from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
-from lightning_pack.policy import PackingPolicy
+from lightning_pack.policy import BYTES_PER_TOKEN, PackingPolicy
 from lightning_pack.progress import TrainingProgress
 from lightning_pack.restore import first_problem, gather, of_rank, point_of, problem_of, settled_as
 from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings
@@ -250,6 +250,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self.packing.algorithm == "auto":
             found = sample_sources(self.options, of=self._workers.of, epoch=None if self.epochs is None else 0)
             self._pack_with(self.packing.settled(found.lengths))
+            rank_zero_info(f"algorithm='auto' packs this data with {self.packing.algorithm!r}")
 
     @property
     def _workers(self) -> Workers:
@@ -301,6 +302,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
         if self._progress is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
         self._settle()
+        if self.packing.balance is not None:
+            rank_zero_info(
+                f"balance={self.packing.balance!r}: each of {len(self._workers.numbers)} loader workers of a rank holds "
+                f"{self.packing.window_size} packs, at most {self.packing.window_tokens * BYTES_PER_TOKEN / 2**20:.1f} MiB"
+            )
         if trainer is not None and self._progress not in trainer.callbacks:  # type: ignore[attr-defined]
             return SearchLoader(self._progress.loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return self._progress.loader

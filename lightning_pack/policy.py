@@ -21,13 +21,15 @@ from lightning_pack.overlength import Overlength, OverlengthError, admitted, too
 from lightning_pack.policy_checks import check_settings
 from lightning_pack.row import EncodedSource, Pack
 
-__all__ = ["AUTO", "OverlengthError", "PackingPolicy"]
+__all__ = ["AUTO", "BYTES_PER_TOKEN", "OverlengthError", "PackingPolicy"]
 
 Balance = Literal["quadratic"]
 #: What ``algorithm="auto"`` chooses from.
 AUTO = ("exact_fill", "minimum_bin_slack")
 #: Sources that it packs on trial.
 DRY_RUN_SOURCES = 8192
+#: Of a source in memory: its id and its label.
+BYTES_PER_TOKEN = 16
 #: Turnovers of the buffer.
 DEFAULT_AGE_LIMIT = 4.0
 

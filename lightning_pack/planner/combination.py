@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 
 from lightning_pack.binning import lower_bound
 from lightning_pack.planner.sources import OverLength, Stream
-from lightning_pack.policy import PackingPolicy
+from lightning_pack.policy import BYTES_PER_TOKEN, PackingPolicy
 from lightning_pack.simulation import simulate
-
-#: Bytes that a token takes up in a loader worker: its id and its label, int64 each.
-TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +83,8 @@ class Combination:
     @property
     def memory(self) -> int:
         """Bytes of ids and labels that a loader worker holds: a buffer of sources of mean length, and with balance a window."""
-        buffer = -(-TOKEN_BYTES * self.policy.buffer_size * self.real_tokens // self.sources)
-        return buffer + (0 if self.policy.balance is None else TOKEN_BYTES * self.policy.window_tokens)
+        buffer = -(-BYTES_PER_TOKEN * self.policy.buffer_size * self.real_tokens // self.sources)
+        return buffer + (0 if self.policy.balance is None else BYTES_PER_TOKEN * self.policy.window_tokens)
 
 
 def bound_of(policy: PackingPolicy, stream: Stream) -> int:

@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from lightning_pack.planner.table import Table
+from lightning_pack.policy import BYTES_PER_TOKEN
 from lightning_pack.prepare.result import LengthStatistics
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _balance(plan: Plan) -> str:
     balance = plan.balance
     assert balance is not None
     windows = ", ".join(
-        f"{each.imbalance:.2f} with window={each.window} (up to {size(16 * each.tokens)} more per loader worker)"
+        f"{each.imbalance:.2f} with window={each.window} (up to {size(BYTES_PER_TOKEN * each.tokens)} more per loader worker)"
         for each in balance.windows
     )
     return (
