@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.agreement import Agreement
@@ -22,26 +20,20 @@ from lightning_pack.energon import (
     ExactLoader,
     PassLoader,
     StreamOptions,
-    Workers,
-    data_fingerprint,
     has_split,
-    refuse_endless,
     sample_sources,
 )
-from lightning_pack.energon.fingerprint import library_fingerprint
 from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
 from lightning_pack.parallel import ParallelLayout
-from lightning_pack.policy import BYTES_PER_TOKEN, PackingPolicy
+from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
-from lightning_pack.restore import first_problem, gather, of_rank, point_of, problem_of, settled_as
-from lightning_pack.resume import STATE_VERSION, ResumeError, different_settings, no_position, plain_settings
-from lightning_pack.rewind import ResumePoint
+from lightning_pack.resume import ResumeError, no_position
 from lightning_pack.search_loader import SearchLoader
-from lightning_pack.topology import topology
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
+from lightning_pack.training_stream import Spread, TrainingStream
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -128,7 +120,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
-        self.packing = self._asked = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
+        self._asked = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
         self.packs_per_batch = packs_per_batch
@@ -144,10 +136,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
         self._encoder = encoder
         self._group_by = group_by
-        self._progress: TrainingProgress | None = None
+        self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
-        self._fingerprint: dict[str, Any] = {}
-        self._resumed = False
+
+    @property
+    def packing(self) -> PackingPolicy:
+        """The packing rules, with the algorithm that was chosen for the training data, once it is."""
+        return self._asked if self._stream is None else self._stream.policy
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -196,12 +191,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 )
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.rank, self.ranks = rank, ranks
-        self.packing = self._asked
+        self._spread = Spread(
+            rank=rank, ranks=ranks, num_workers=self.num_workers, timeout=self.worker_timeout, epochs=self.epochs
+        )
         self.options = StreamOptions(
             path=self.path,
             encoder=self.encoder,
-            policy=self.packing,
+            policy=self._asked,
             seed=self.seed,
             shuffle_buffer_size=self.shuffle_buffer_size,
             max_samples_per_sequence=self.max_samples_per_sequence,
@@ -211,53 +207,23 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _set_up_training(self) -> None:
         trainer = self.trainer
+        stream = TrainingStream(
+            self.options,
+            spread=self._spread,
+            on_mismatch=self.on_mismatch,
+            check_restored=self._refuse_without_position,
+        )
         # A trainer that fits again goes on in the data, as its global step does; a new trainer starts at the beginning.
-        goes_on = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
-        if self.epochs is not None:
-            refuse_endless(self.path, "train")
-        if goes_on:
-            self._pack_with(settled_as(self.packing, self._fingerprint))
-        fingerprint = self._settings()
-        changed = different_settings(self._fingerprint, fingerprint) if goes_on else []
-        if changed:
-            rank_zero_warn(
-                "the data starts over from its beginning, because it changed since the last fit:\n" + "\n".join(changed)
-            )
-        if not goes_on or changed or topology(self._fingerprint) != topology(fingerprint):
+        fits_again = trainer is not None and trainer is self._fitted_by and trainer.global_step > 0
+        if self._stream is None or not (fits_again and stream.goes_on_from(self._stream)):
             self._stop()
-            loader = ExactLoader(self.options, workers=self._workers, epochs=self.epochs, everyone=Agreement().everyone)
-            self._progress = TrainingProgress(loader, check_restored=self._refuse_without_position)
-            self._pack_with(self._asked)
-        self._fingerprint = fingerprint
+            self._stream = stream
+        self._stream.restored = False
         self._fitted_by = trainer
-        self._resumed = False
         if trainer is not None:
-            assert self._progress is not None
             self._leave_callbacks()
             # First, so that a checkpoint callback sees the batch counted.
-            trainer.callbacks.insert(0, self._progress)  # type: ignore[attr-defined]
-
-    def _pack_with(self, policy: PackingPolicy) -> None:
-        self.packing = policy
-        self.options = replace(self.options, policy=policy)
-        if self._fingerprint:
-            self._fingerprint["packing.algorithm"] = policy.algorithm
-        if self._progress is not None:
-            self._progress.loader.options = self.options
-
-    def _settle(self) -> None:
-        """Choose the algorithm by the first sources that are trained on, where it is not chosen yet."""
-        if self.packing.algorithm == "auto":
-            found = sample_sources(self.options, of=self._workers.of, epoch=None if self.epochs is None else 0)
-            self._pack_with(self.packing.settled(found.lengths))
-            rank_zero_info(f"algorithm='auto' packs this data with {self.packing.algorithm!r}")
-
-    @property
-    def _workers(self) -> Workers:
-        return self._workers_of(self.rank)
-
-    def _workers_of(self, rank: int) -> Workers:
-        return Workers.of_rank(rank, ranks=self.ranks, num_workers=self.num_workers, timeout=self.worker_timeout)
+            trainer.callbacks.insert(0, self._stream.progress)  # type: ignore[attr-defined]
 
     def _data_parallel(self) -> tuple[int, int]:
         if self.trainer is not None:
@@ -266,26 +232,6 @@ class EnergonPackDataModule(pl.LightningDataModule):
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             return self.parallel.data_parallel(rank, world_size=size)
         return 0, 1
-
-    def _settings(self) -> dict[str, Any]:
-        """Everything that decides which batches come, flat, under the names that people set."""
-        return (
-            plain_settings(
-                {
-                    "packing": self.packing.fingerprint(),
-                    "encoder": self.encoder.fingerprint(),
-                    "data": data_fingerprint(self.path, missing_ok=self.on_damaged == "skip"),
-                    "data-parallel ranks": self.ranks,
-                    "num_workers": self.num_workers,
-                    "seed": self.seed,
-                    "shuffle_buffer_size": self.shuffle_buffer_size,
-                    "max_samples_per_sequence": self.max_samples_per_sequence,
-                    "packs_per_batch": self.packs_per_batch,
-                    "epochs": self.epochs,
-                }
-            )
-            | library_fingerprint()
-        )
 
     def train_dataloader(self) -> ExactLoader:
         """The endless stream of this rank, from the beginning or from the checkpoint.
@@ -299,22 +245,17 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if not trainer.strategy.restore_checkpoint_after_setup:
                 # Others restore later, and may ask for the loader before.
                 self._refuse_without_position()
-        if self._progress is None:
+        if self._stream is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
-        self._settle()
-        if self.packing.balance is not None:
-            rank_zero_info(
-                f"balance={self.packing.balance!r}: each of {len(self._workers.numbers)} loader workers of a rank holds "
-                f"{self.packing.window_size} packs, at most {self.packing.window_tokens * BYTES_PER_TOKEN / 2**20:.1f} MiB"
-            )
-        if trainer is not None and self._progress not in trainer.callbacks:  # type: ignore[attr-defined]
-            return SearchLoader(self._progress.loader)  # type: ignore[return-value]  # for Lightning, which only iterates
-        return self._progress.loader
+        loader = self._stream.loader()
+        if trainer is not None and self._stream.progress not in trainer.callbacks:  # type: ignore[attr-defined]
+            return SearchLoader(loader)  # type: ignore[return-value]  # for Lightning, which only iterates
+        return loader
 
     def _refuse_without_position(self) -> None:
         path = None if self.trainer is None else self.trainer.ckpt_path
-        if path is not None and not self._resumed:
-            self._refuse_or_restart(ResumeError(no_position(path, type(self))))
+        if path is not None and self._stream is not None and not self._stream.restored:
+            self._stream.refuse_or_restart(ResumeError(no_position(path, type(self))))
 
     def val_dataloader(self) -> PassLoader | list[Any]:
         """The split ``val``, read anew at every iteration; nothing where the data has none."""
@@ -334,15 +275,19 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
-        everyone = Agreement().everyone if must_stay_in_step(self.trainer) else None
-        if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._settle()
-        options = replace(self.options, path=path)
+        workers = self._spread.workers()
+        options = replace(self.options, path=path, policy=self.packing)
         if options.policy.algorithm == "auto":
-            # Evaluation without training.
-            found = sample_sources(options, of=self._workers.of, split=split, evaluation=True)
-            options = replace(options, policy=options.policy.settled(found.lengths))
-        return PassLoader(options, workers=self._workers, split=split, everyone=everyone)
+            if self._stream is not None:
+                self._stream.settle()
+                policy = self._stream.policy
+            else:
+                # Evaluation without training.
+                found = sample_sources(options, of=workers.of, split=split, evaluation=True)
+                policy = options.policy.settled(found.lengths)
+            options = replace(options, policy=policy)
+        everyone = Agreement().everyone if must_stay_in_step(self.trainer) else None
+        return PassLoader(options, workers=workers, split=split, everyone=everyone)
 
     def teardown(self, stage: str) -> None:
         """End the loader's workers. The position stays, so that a checkpoint can still be saved."""
@@ -361,15 +306,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
             callbacks[:] = [callback for callback in callbacks if not isinstance(callback, TrainingProgress)]
 
     def _stop(self) -> None:
-        if self._progress is not None:
-            self._progress.loader.stop()
+        if self._stream is not None:
+            self._stream.progress.loader.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of every data-parallel rank, and the settings it holds for. Collective: call it on every rank."""
-        if self._progress is None:
+        if self._stream is None:
             return {}
-        ranks = gather(partial(self._progress.state, self.trainer))[:: self.parallel.model_parallel_size]
-        return {"version": STATE_VERSION, "settings": dict(self._fingerprint), "ranks": ranks}
+        return self._stream.state(self.trainer, model_parallel_size=self.parallel.model_parallel_size)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the position in a checkpoint. Only ``fit`` does; a pass over validation data starts at its beginning.
@@ -380,20 +324,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
-        if self._progress is None:
+        if self._stream is None:
             raise RuntimeError("call setup('fit') before load_state_dict()")
-        self._pack_with(settled_as(self._asked, state_dict.get("settings")))
-        problem = first_problem(self._problem_of(state_dict, settings=self._fingerprint, ranks=[self.rank]))
-        if problem is not None:
-            self._refuse_or_restart(problem, point=point_of(state_dict))
-            return
-        if damage := different_settings(state_dict["settings"], self._fingerprint):
-            rank_zero_warn(
-                "on_damaged='skip': the data is not what it was when the checkpoint was saved; what cannot be read is left out "
-                "and counted as damaged:\n" + "\n".join(damage)
-            )
-        self._progress.restore(of_rank(state_dict["ranks"], rank=self.rank, ranks=self.ranks))
-        self._resumed = True
+        self._stream.restore(state_dict)
 
     def refusal(self, state: Any, *, ranks: int) -> ValueError | None:
         """Why ``fit`` on so many data-parallel ranks would not go on from a checkpoint's state, or None if it would.
@@ -408,23 +341,4 @@ class EnergonPackDataModule(pl.LightningDataModule):
             ValueError: if the data cannot be opened.
         """
         self._prepare(0, ranks)
-        if self.epochs is not None:
-            refuse_endless(self.path, "train")
-        self._pack_with(settled_as(self._asked, state.get("settings") if isinstance(state, dict) else None))
-        return self._problem_of(state, settings=self._settings(), ranks=range(ranks))
-
-    def _problem_of(self, state: Any, *, settings: dict[str, Any], ranks: Iterable[int]) -> ValueError | None:
-        workers = {rank: self._workers_of(rank) for rank in ranks}
-        return problem_of(state, settings=settings, workers=workers, options=self.options, epochs=self.epochs)
-
-    def _refuse_or_restart(self, problem: ValueError, *, point: ResumePoint | None = None) -> None:
-        if self.on_mismatch == "error":
-            raise problem
-        assert self._progress is not None
-        self._pack_with(self._asked)
-        rank_zero_warn(
-            "on_mismatch='restart': THE DATA STARTS OVER from its beginning, so what was trained on comes again. Weights, "
-            f"optimizer and step count go on from the checkpoint. The reason: {problem}"
-        )
-        self._progress.start_over(point)
-        self._resumed = True
+        return TrainingStream(self.options, spread=self._spread).problem(state, ranks=range(ranks))

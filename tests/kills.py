@@ -91,7 +91,7 @@ def _train(
     _slow_disk()
     new = partial(Written, journal, megabytes=megabytes)
     module, datamodule, _ = fit(plan, data, ranks=1, callbacks=callbacks, stop=None, resume=resume, new=new)
-    counts = datamodule._progress.counts  # type: ignore[union-attr]
+    counts = datamodule._stream.progress.counts  # type: ignore[union-attr]
     (folder / "result.json").write_text(json.dumps({"weights": module.weights(), "counts": counts}))
 
 

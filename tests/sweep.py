@@ -364,7 +364,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         module, datamodule, _ = fit(plan, data, ranks=case.ranks, callbacks=[], stop=None, resume=None)
         if plan.passes is not None:
             _each_source_once(module, plan.passes, ranks=case.ranks)
-        wholes[plan] = module, datamodule._progress.counts  # type: ignore[union-attr]
+        wholes[plan] = module, datamodule._stream.progress.counts  # type: ignore[union-attr]
     whole, counts = wholes[plan]
     checkpoint: str | None = None
     step: int | None = None
@@ -384,7 +384,7 @@ def run_case(case: Case, *, data: str, folder: Path, seed: int, wholes: dict[Any
         if ended:
             assert reached == len(whole.journal), f"the run ends early, {whole.journal[reached]} should follow"
             assert piece.weights() == whole.weights(), "other weights at the end"
-            assert datamodule._progress.counts == counts, "other counts at the end"  # type: ignore[union-attr]
+            assert datamodule._stream.progress.counts == counts, "other counts at the end"  # type: ignore[union-attr]
         else:
             batches = [entry for entry in piece.journal if entry[0] == "batch"]
             in_window += len(batches) > 1 and batches[-1][1][0] == batches[-2][1][0]

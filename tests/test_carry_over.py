@@ -32,7 +32,7 @@ ALGORITHMS = (*AUTO, "best_fit_decreasing", "concatenative")
 @pytest.mark.parametrize("size", [16, 64, 256, 1024])
 def test_rows_are_as_full_as_they_can_be(name: str, size: int) -> None:
     lengths, capacity = bin_set(name, 20_000)
-    policy = PackingPolicy(capacity=capacity, buffer_size=size).settled(lengths[:4096])
+    policy = PackingPolicy(capacity=capacity, buffer_size=size).settled(lengths[:2048])
     assert policy.algorithm in AUTO
     stream = simulate(policy, lengths)
     assert sorted(i for group in stream.groups for i in group) == list(range(len(lengths)))
@@ -135,7 +135,7 @@ def test_groups_stay_apart_to_the_end_of_a_pass(tmp_path: Path, workers: int, mo
     batches = []
     for batch in run.data.train_dataloader():
         batches.append(batch)
-        run.data._progress.count_batch()  # type: ignore[union-attr]
+        run.data._stream.progress.count_batch()  # type: ignore[union-attr]
     run.end()
     kinds = [{int(key.removeprefix("train")) % 7 == 0 for key in batch.source_keys} for batch in batches]
     assert all(len(kind) == 1 for kind in kinds)
@@ -156,7 +156,7 @@ def test_the_choice_is_in_the_state(numbers: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ResumeError, match=f"packing.algorithm: '{chosen}' in the checkpoint, '{other}' now"):
         Run(numbers, num_workers=0, algorithm=other, state=state)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_pack.datamodule.sample_sources", lambda *_, **__: pytest.fail("it is chosen already"))
+        patch.setattr("lightning_pack.training_stream.sample_sources", lambda *_, **__: pytest.fail("it is chosen already"))
         resumed = Run(numbers, num_workers=0, state=state)
         assert all(map(same_batch, resumed.train(4), expected))
         # Also where the dry run would choose the other one.
@@ -216,7 +216,7 @@ def test_a_source_is_encoded_alike_whenever_it_is_read(numbers: Path, monkeypatc
     assert any(len(tokens) > 1 for tokens in drawn.values()), "another pass over the data draws anew"
     run = Run(numbers, num_workers=2, buffer_size=48)
     for k in (24, 27, 28):
-        run.train(k - run.data._progress.counts["rows"])  # type: ignore[union-attr]
+        run.train(k - run.data._stream.progress.counts["rows"])  # type: ignore[union-attr]
         state = through_a_file(run.data.state_dict())
         assert all(worker["at"]["carried"] for worker in state["ranks"][0]["loader"]["workers"])
         resumed = Run(numbers, num_workers=2, buffer_size=48, state=state)

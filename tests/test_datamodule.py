@@ -133,7 +133,7 @@ def test_what_is_left_out_after_the_last_pack_is_reported(tmp_path: Path) -> Non
 
 
 def test_a_dataset_without_a_usable_source_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pack.energon.stage.MOST_LEFT_OUT_IN_A_ROW", 50)
+    monkeypatch.setattr("lightning_pack.energon.packs.MOST_LEFT_OUT_IN_A_ROW", 50)
     data = datamodule(Options(data=str(write_webdataset(tmp_path / "d", {"train": records_of([100] * 9)}))))
     data.setup("fit")
     with pytest.raises(ValueError, match=r"sources in a row cannot be trained on \(\d+ overlength; the last is 'train"):
@@ -196,7 +196,7 @@ def test_an_error_in_training_ends_the_workers_and_saves_the_batch_before(number
     with pytest.raises(ZeroDivisionError):
         run_it.fit(module, data)
     assert not multiprocessing.active_children()
-    assert data._progress not in run_it.callbacks  # type: ignore[attr-defined]
+    assert data._stream.progress not in run_it.callbacks  # type: ignore[attr-defined]
     (saved,) = tmp_path.glob("step=*.ckpt")
     resumed = run(Options(data=str(numbers), workers=2, resume=str(saved), trainer={"max_steps": 6}))
     whole = run(Options(data=str(numbers), workers=2, trainer={"max_steps": 6}))

@@ -51,13 +51,13 @@ class Run:
         given = []
         for _ in range(steps):
             given.append(next(self.batches))
-            self.data._progress.count_batch()
-            self.data._progress.loader.commit()
+            self.data._stream.progress.count_batch()
+            self.data._stream.progress.loader.commit()
         return given
 
     @property
     def pids(self) -> list[int]:
-        return list(self.data._progress.loader._reader.pids)  # type: ignore[union-attr]
+        return list(self.data._stream.progress.loader._reader.pids)  # type: ignore[union-attr]
 
     def end(self) -> Any:
         """The state, after the workers have ended."""

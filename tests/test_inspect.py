@@ -90,13 +90,15 @@ def test_a_checkpoint_is_described(trained: Path, capsys: pytest.CaptureFixture[
     assert counts["rows"] == 16
     assert counts["sources"] > 16
     assert all(worker["at"]["buffer"] > 0 for worker in workers), "a buffer has been left behind"
+    carried = sum(len(worker["at"]["carried"]) for worker in workers)
+    assert carried
     for text in (
         "step 16, epoch 0",
         "state of EnergonPackDataModule, version 3",
         f"16 rows, {counts['sources']} sources, {counts['real_tokens']:,} real tokens; {counts['left_out']} source",
         "1 data-parallel rank, num_workers 2 on each",
         "resumes with: 1 rank x 2 workers, 2 ranks x 1 worker or 0",
-        "30 sources in shuffle buffers; packing buffers are not stored",
+        f"30 sources in shuffle buffers, {carried} carried over in packing buffers",
         "parts are as they were written",
         *(
             f"rank 0, worker {worker['worker']}: buffer {worker['at']['buffer']}, {worker['at']['emitted']} pack"
@@ -115,9 +117,11 @@ def test_a_checkpoint_is_described(trained: Path, capsys: pytest.CaptureFixture[
     assert position["counts"] == counts
     # A full shuffle buffer gives a sample before it takes the next one.
     assert [place["buffered"] for place in position["places"]] == [15, 15]
-    # What was read before the buffer that is filled again: earlier buffers, what was left out, and the shuffle buffer.
+    assert sum(place["carried"] for place in position["places"]) == carried
+    # What was read before the buffer that is filled up again: sources, what was left out, and the shuffle buffer.
     for place in position["places"]:
-        assert place["samples_read"] >= place["buffer"] * 16 + 15
+        (at,) = (worker["at"] for worker in workers if worker["worker"] == place["worker"])
+        assert place["samples_read"] >= at["read"] + 15 > 15
     assert position["settings"]["data.files"] == state["settings"]["data.files"]
     assert 0 < found["data"]["bytes"] < path.stat().st_size
 

@@ -17,12 +17,12 @@ from tests.training import Options, Recorder, datamodule, trainer
 def rest(run: Run) -> list[list[PackedBatch]]:
     """What each remaining pass gives, trained."""
     passes = []
-    while not run.data._progress.loader.finished:  # type: ignore[union-attr]
+    while not run.data._stream.progress.loader.finished:  # type: ignore[union-attr]
         given = []
         for batch in run.data.train_dataloader():
             given.append(batch)
-            run.data._progress.count_batch()  # type: ignore[union-attr]
-            run.data._progress.loader.commit()  # type: ignore[union-attr]
+            run.data._stream.progress.count_batch()  # type: ignore[union-attr]
+            run.data._stream.progress.loader.commit()  # type: ignore[union-attr]
         passes.append(given)
         assert given, "no pass is empty"
     return passes
@@ -95,11 +95,11 @@ def test_a_chain_of_resumes_through_both_passes(
         steps = steps % 9 + 1
         run = Run(numbers, num_workers=workers, state=state, epochs=2)
         taken = 0
-        while taken < steps and not run.data._progress.loader.finished:  # type: ignore[union-attr]
+        while taken < steps and not run.data._stream.progress.loader.finished:  # type: ignore[union-attr]
             for batch in run.data.train_dataloader():
                 got.append(batch)
-                run.data._progress.count_batch()  # type: ignore[union-attr]
-                run.data._progress.loader.commit()  # type: ignore[union-attr]
+                run.data._stream.progress.count_batch()  # type: ignore[union-attr]
+                run.data._stream.progress.loader.commit()  # type: ignore[union-attr]
                 taken += 1
                 if taken == steps:
                     break
@@ -131,8 +131,8 @@ def test_blends_are_read_in_whole(tmp_path: Path) -> None:
     states, batches = [], []
     for batch in run.data.train_dataloader():
         batches.append(batch)
-        run.data._progress.count_batch()  # type: ignore[union-attr]
-        run.data._progress.loader.commit()  # type: ignore[union-attr]
+        run.data._stream.progress.count_batch()  # type: ignore[union-attr]
+        run.data._stream.progress.loader.commit()  # type: ignore[union-attr]
         states.append(through_a_file(run.data.state_dict()))
     run.end()
     lengths = Counter(int(n) for batch in batches for n in batch.cu_seqlens.diff())

@@ -61,7 +61,7 @@ def one_shard_changed(numbers: Path, folder: Path) -> str:
         ({"packing": PackingPolicy(capacity=64, buffer_size=16)}, "packing.multiple: 4 in the checkpoint, 1 now"),
         (
             {"packing": PackingPolicy(capacity=64, buffer_size=16, multiple=4, algorithm="first_fit_decreasing")},
-            "packing.algorithm: 'best_fit_decreasing' in the checkpoint, 'first_fit_decreasing' now",
+            "packing.algorithm: 'exact_fill' in the checkpoint, 'first_fit_decreasing' now",
         ),
         ({"parallel": ParallelLayout(context=4)}, "packing.multiple: 4 in the checkpoint, 8 now"),
         ({"encoder": NumberEncoder(salt=1)}, "encoder.salt: 0 in the checkpoint, 1 now"),
@@ -117,7 +117,7 @@ def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
         data.setup("fit")
         if state is None:
             next(iter(data.train_dataloader()))
-            data._progress.count_batch()
+            data._stream.progress.count_batch()
             state = data.state_dict()
         elif not names:
             data.load_state_dict(state)

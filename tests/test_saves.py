@@ -505,13 +505,13 @@ def test_the_same_trainer_fits_again_after_an_error(numbers: Path) -> None:
     run_it.callbacks.insert(0, stops)  # type: ignore[attr-defined]
     with pytest.raises(PlannedError):
         run_it.fit(module, data)
-    assert data._progress is not None
+    assert data._stream.progress is not None
     assert run_it.global_step == 1
     module.journal.clear()
     run_it.fit(module, data)
     digests = [[entry[3] for entry in entries if entry[0] == "batch"] for entries in (module.journal, whole.journal)]
     assert digests[0] == digests[1][4:], "the batches of the window are trained again"
-    assert data._progress.counts["rows"] == 16
+    assert data._stream.progress.counts["rows"] == 16
 
 
 def test_a_damaged_place_is_refused(numbers: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Saved:
         self.state["ranks"][0]["point"] = POINT
 
     def problem(self, state: Any) -> ValueError | None:
-        return self.data._problem_of(state, settings=self.data._fingerprint, ranks=[0])
+        return self.data._stream.problem(state, ranks=[0])
 
     @property
     def loader(self) -> Any:
@@ -73,7 +73,7 @@ class Saved:
 
     def read(self, state: Any, rows: int) -> int:
         """Read so many rows from a state on; how many of them there are not."""
-        loader = ExactLoader(self.data.options, workers=self.data._workers, epochs=self.data.epochs)
+        loader = ExactLoader(self.data.options, workers=self.data._spread.workers(), epochs=self.data.epochs)
         loader.restore(through_a_file(state)["ranks"][0]["loader"])
         try:
             while loader.state()["epoch"] != self.data.epochs and rows > 0:
@@ -497,7 +497,7 @@ def test_more_packs_than_a_last_buffer_has_are_refused(saved: dict[str, Saved]) 
     whole = Run(path, num_workers=2, epochs=1, **FLUSHED)
     states = []
     for _ in whole.data.train_dataloader():
-        whole.data._progress.count_batch()  # type: ignore[union-attr]
+        whole.data._stream.progress.count_batch()  # type: ignore[union-attr]
         states.append(through_a_file(whole.data.state_dict()))
     whole.end()
     # Before the last row of the pass the other worker has come to its end, where it stays.
@@ -537,7 +537,7 @@ def test_passing_over_comes_to_an_end(saved: dict[str, Saved]) -> None:
     beginning = position | {"buffer": 3, "emitted": 0, "given": None, "digest": None, "skip": skip}
     state = changed(one.state, ("ranks", 0, "loader", "workers", 0, "at"), beginning)
     assert one.problem(state) is None
-    loader = ExactLoader(one.data.options, workers=one.data._workers)
+    loader = ExactLoader(one.data.options, workers=one.data._spread.workers())
     loader.restore(state["ranks"][0]["loader"])
     began = time.perf_counter()
     for _ in zip(range(12), loader, strict=False):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_pack.checkpoints.file import read_checkpoint, size_of
-from lightning_pack.energon.fields import StateError, count, count_or_none, damaged, number
+from lightning_pack.energon.fields import StateError, count, count_or_none, damaged, list_of, number, restore_key
 from lightning_pack.energon.loader import Standing
 from lightning_pack.resume import COUNTS, STATE_VERSION, ResumeError, refuse_damaged_rank, saved_settings
 from lightning_pack.rewind import ResumePoint
@@ -32,7 +32,10 @@ class StreamPlace:
         packs_emitted: how many of them were trained on.
         samples_read: samples of its share that were read before that buffer was filled, of all datasets of a blend.
         share_passes: how often each dataset of a blend had been read to its end by then.
-        buffered: sources that wait in shuffle buffers. The packing buffer is not stored: it is filled again.
+        buffered: sources that wait in shuffle buffers.
+        carried: sources that waited in the packing buffer before it was filled up; what it was filled up with is read again.
+        window: number of the window of packs that is emitted, where packs are balanced.
+        window_emitted: how many of its packs were trained on.
     """
 
     rank: int
@@ -42,6 +45,9 @@ class StreamPlace:
     samples_read: int = 0
     share_passes: tuple[int, ...] = (0,)
     buffered: int = 0
+    carried: int = 0
+    window: int = 0
+    window_emitted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +213,9 @@ def _standing(saved: Any, where: str, passes: int | None) -> Standing:
         if at is not None:
             count(at.buffer, f"{place}.buffer")
             count(at.emitted, f"{place}.emitted")
+            list_of(restore_key)(at.carried, f"{place}.carried")
+            count(at.window, f"{place}.window")
+            count(at.window_emitted, f"{place}.window_emitted")
     return standing
 
 
@@ -225,6 +234,9 @@ def _places(rank: int, standing: Standing) -> Iterator[StreamPlace]:
             samples_read=sum(reader["_sample_count"] for reader in readers),
             share_passes=tuple(reader.get("_epoch_count", 0) for reader in readers),
             buffered=sum(len(part.get("_restore_keys", ())) for part in parts),
+            carried=len(at.carried),
+            window=at.window,
+            window_emitted=at.window_emitted,
         )
 
 

@@ -67,7 +67,8 @@ def _places(position: Position, streams: int) -> Iterator[str]:
     else:
         yield f"  position   {position.passes_done} of {_many(position.passes, 'pass', 'passes')} over the data done"
     buffered = sum(place.buffered for place in position.places)
-    yield f"             {_many(buffered, 'source')} in shuffle buffers; packing buffers are not stored, but filled again"
+    carried = sum(place.carried for place in position.places)
+    yield f"             {_many(buffered, 'source')} in shuffle buffers, {carried} carried over in packing buffers (as keys)"
     for place in position.places[:_MOST_STREAMS]:
         yield f"             {_place(place)}"
     if len(position.places) > _MOST_STREAMS:
@@ -80,6 +81,8 @@ def _place(place: StreamPlace) -> str:
     return (
         f"rank {place.rank}, worker {place.worker}: buffer {place.buffer}, {_many(place.packs_emitted, 'pack')} of it trained; "
         f"begun after {_many(place.samples_read, 'sample')} ({read} passes over its share), {place.buffered} in shuffle buffers"
+        f", {place.carried} carried over"
+        + (f"; {_many(place.window_emitted, 'pack')} of window {place.window} trained" if place.window_emitted else "")
     )
 
 

@@ -138,13 +138,18 @@ def _task_encoder(options: StreamOptions, whereabouts: Whereabouts, *, finite: b
     )
 
 
+def has_end(path: str, split: str) -> bool:
+    """Whether a pass over the data has an end; a blend by weights repeats its datasets for ever."""
+    return bool(_load(path, split).blend_mode != DatasetBlendMode.DATASET_WEIGHT)
+
+
 def refuse_endless(path: str, split: str) -> None:
     """Check that a pass over the data has an end.
 
     Raises:
         ValueError: for a blend by weights, which repeats its datasets for ever.
     """
-    if _load(path, split).blend_mode == DatasetBlendMode.DATASET_WEIGHT:
+    if not has_end(path, split):
         raise ValueError(
             f"{path!r} blends its datasets by weights, which has no end: use blend_epochized with repetitions in the "
             "metadataset, or leave out epochs and set max_steps"

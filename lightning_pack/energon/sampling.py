@@ -7,13 +7,13 @@ import io
 from dataclasses import dataclass
 from itertools import islice
 
-from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share, open_share
+from lightning_pack.energon.dataset import StreamOptions, has_end, open_evaluation_share, open_share
 from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.row import LeftOut
 
 #: Sources that ``algorithm="auto"`` looks at.
-MOST_SAMPLED = 4096
+MOST_SAMPLED = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,14 @@ class SampledSources:
         groups: their group keys.
         splittable: whether each is a plain text, which may be cut in pieces.
         left_out: what was dropped or cut, and why; with the tokens where they are known.
+        whole: whether these are all sources of a share that has an end.
     """
 
     lengths: list[int]
     groups: list[str | None]
     splittable: list[bool]
     left_out: list[LeftOut]
+    whole: bool
 
 
 def sample_sources(
@@ -39,38 +41,38 @@ def sample_sources(
     most: int = MOST_SAMPLED,
     split: str = "train",
     of: int = 1,
-    epoch: int | None = None,
     evaluation: bool = False,
 ) -> SampledSources:
-    """Read and encode the first sources of the first logical worker. Deterministic, and nothing is changed by it.
+    """Read and encode the first sources of the first logical worker, in one pass. Deterministic, and nothing is changed by it.
 
     Args:
         options: of the stream.
         most: sources to read, those that are left out included.
         split: of the dataset.
         of: how many logical workers there are over all ranks.
-        epoch: None reads the endless stream, a number that pass over the data.
-        evaluation: whether to read the split in the order of the data.
+        evaluation: whether to read the split in the order of the data, and not in that of training.
 
     Raises:
         ValueError: if there is no such dataset, or no sample in the split.
     """
+    finite = evaluation or has_end(options.path, split)
     with contextlib.redirect_stdout(io.StringIO()):
         if evaluation:
             share = open_evaluation_share(options, 0, Whereabouts(), split=split, of=of)
         else:
-            share = open_share(options, 0, Whereabouts(), split=split, of=of, epoch=epoch)
-    found = SampledSources(lengths=[], groups=[], splittable=[], left_out=[])
+            share = open_share(options, 0, Whereabouts(), split=split, of=of, epoch=0 if finite else None)
     with put_back():
         share.worker_config.worker_activate(0)
         try:
-            for source in islice(share.dataset, most):
-                if len(source):
-                    found.lengths.append(len(source))
-                    found.groups.append(source.group)
-                    found.splittable.append(source.splittable)
-                if source.left_out is not None:
-                    found.left_out.append(source.left_out)
+            # Without their tokens: they may be long.
+            taken = [(len(s), s.group, s.splittable, s.left_out) for s in islice(share.dataset, most)]
         finally:
             share.worker_config.worker_deactivate()
-    return found
+    usable = [source for source in taken if source[0]]
+    return SampledSources(
+        lengths=[length for length, *_ in usable],
+        groups=[group for _, group, *_ in usable],
+        splittable=[splittable for _, _, splittable, _ in usable],
+        left_out=[gone for *_, gone in taken if gone is not None],
+        whole=finite and len(taken) < most,
+    )

@@ -34,9 +34,9 @@ def order_of(works: Sequence[int], *, size: int, seed: int, number: int) -> list
         number: of the window.
 
     >>> order_of([5, 1, 9, 3], size=4, seed=0, number=0)
-    [2, 1, 3, 0]
+    [3, 0, 1, 2]
     >>> order_of([50, 10, 90, 30], size=4, seed=0, number=0)
-    [2, 1, 3, 0]
+    [3, 0, 1, 2]
     """
     turn = np.random.default_rng([seed, number]).permutation(size)
     ranked = sorted(range(len(works)), key=lambda i: (works[i], i))

@@ -114,19 +114,13 @@ class Sources:
             ValueError: if there is no such dataset, no tokenizer, or no source that can be trained on.
         """
         from lightning_pack.datamodule import EnergonPackDataModule
-        from lightning_pack.energon import refuse_endless, sample_sources
+        from lightning_pack.energon import sample_sources
 
         data = EnergonPackDataModule(
             path, tokenizer=tokenizer, packing=PackingPolicy(_UNBOUNDED), encoder=encoder, group_by=group_by
         )
         data.setup("validate")
-        try:
-            refuse_endless(data.path, "train")
-            epoch: int | None = 0
-        except ValueError:
-            # A blend by weights repeats its datasets in proportion: its stream is read as it comes.
-            epoch = None
-        found = sample_sources(data.options, most=most, epoch=epoch)
+        found = sample_sources(data.options, most=most)
         left_out = tuple(
             LeftOutCount(reason=reason, sources=count)
             for reason, count in sorted(Counter(gone.reason for gone in found.left_out).items())
@@ -143,7 +137,7 @@ class Sources:
             groups=tuple(found.groups),
             splittable=tuple(found.splittable),
             left_out=left_out,
-            whole=epoch == 0 and len(found.lengths) + len(found.left_out) < most,
+            whole=found.whole,
         )
 
     def stream(self, policy: PackingPolicy, *, count: int) -> Stream:
