@@ -226,8 +226,8 @@ class PackingPolicy:
             return self
         from lightning_pack.simulation import simulate
 
-        # Long enough for what waits at the end to matter little.
-        lengths = [*lengths] * (-(-DRY_RUN_SOURCES // max(len(lengths), 1)))
+        # Several times over, so that what waits at the end matters little.
+        lengths = [*lengths] * min(-(-DRY_RUN_SOURCES // max(len(lengths), 1)), 8)
         choices = [replace(self, algorithm=name) for name in AUTO]
         return min(choices, key=lambda choice: simulate(choice, lengths).packs)
 
