@@ -7,20 +7,16 @@ restore keys carry them through every checkpoint.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from megatron.energon import (
     Cooker,
-    CrudeSample,
     DefaultTaskEncoder,
     Sample,
     WorkerConfig,
-    basic_sample_keys,
-    edataclass,
     stateless,
 )
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
@@ -32,68 +28,14 @@ from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
 from lightning_pack.energon.randomness import number_of, seed_for
-from lightning_pack.energon.reading import DamagedSample, OnDamaged, Reading
+from lightning_pack.energon.reading import OnDamaged, Reading
+from lightning_pack.energon.records import cook, keep_bad_lines, record_of
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import EncodedSource, Pack, PackedBatch
 
 logger = logging.getLogger(__name__)
-
-
-@edataclass
-class RawSample(Sample):
-    """A crude sample as it was read: file extension -> content (bytes, or a JSON value that Energon parsed already)."""
-
-    parts: dict[str, Any]
-
-
-@stateless
-def cook(sample: CrudeSample) -> RawSample:
-    """Keep the parts as they are; what cannot be parsed must become a marker, so parsing comes later."""
-    parts = {name: value for name, value in sample.items() if not name.startswith("__")}
-    return RawSample(**basic_sample_keys(sample), parts=parts)
-
-
-def record_of(sample: Sample) -> Mapping[str, Any]:
-    """The record that an encoder understands.
-
-    A crude sample's ``json`` part, its ``txt`` part as ``{"text": ...}``, or the fields of any other Energon sample type.
-
-    Raises:
-        LeaveOut: as ``corrupt``, where the parts cannot be understood, ``damaged`` where the sample cannot be read.
-    """
-    if isinstance(sample, DamagedSample):
-        raise LeaveOut("damaged", "it cannot be read any more")
-    if not isinstance(sample, RawSample):
-        names = (f.name for f in dataclasses.fields(sample) if not f.name.startswith("__"))
-        record = {name: getattr(sample, name) for name in names}
-        return {name: value.decode() if isinstance(value, bytes) else value for name, value in record.items()}
-    if "json" in sample.parts:
-        value = sample.parts["json"]
-        if isinstance(value, bytes | str):
-            value = json.loads(value)
-        if not isinstance(value, dict):
-            raise LeaveOut("corrupt", f"the JSON of a sample must be an object, this is a {type(value).__name__}")
-        return value
-    if "txt" in sample.parts:
-        return {"text": sample.parts["txt"].decode()}
-    raise LeaveOut("corrupt", f"a sample needs a .json or a .txt part, this has {sorted(sample.parts) or 'none'}")
-
-
-def _keep_bad_lines(dataset: Any) -> None:
-    """Make Energon's reader of ``.jsonl`` files hand on a line that is no JSON as bytes; it would stop the run."""
-    load = dataset._load_sample
-
-    def load_or_keep(sample: Any) -> Any:
-        line = sample["json"]
-        try:
-            return load(sample)
-        except ValueError:
-            sample["json"] = line
-            return CrudeJsonlDatasetFactory._load_sample(dataset, sample)
-
-    dataset._load_sample = load_or_keep
 
 
 def _make_cheap(buffer: SavableSampleBuffer[Sample]) -> None:
@@ -160,7 +102,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         if isinstance(dataset.dataset, CrudeJsonlDatasetFactory):
-            _keep_bad_lines(dataset.dataset)
+            keep_bad_lines(dataset.dataset)
         return super()._load_dataset(dataset, worker_rotation_offset, worker_config)
 
     @stateless
