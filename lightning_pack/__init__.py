@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
@@ -35,7 +36,9 @@ _HOMES = {
     "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
     "WorkerFailedError": "energon.worker",
+    "lower_bound": "binning",
     "plan": "planner",
+    "register_packer": "binning",
 }
 
 __all__ = [
@@ -54,7 +57,9 @@ __all__ = [
     "StorageRetry",
     "TokenNormalizedGradients",
     "WorkerFailedError",
+    "lower_bound",
     "plan",
+    "register_packer",
 ]
 
 

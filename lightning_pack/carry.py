@@ -22,6 +22,10 @@ from lightning_pack.binning import Groups, fullest, register_packer
 
 #: Sources from which on half of the rows leave a buffer together; with fewer to choose from it pays to choose more often.
 _MANY = 128
+#: Sources that exact fill looks at together in a list: the time for a row grows with them.
+_WHOLE_LIST = 1024
+#: With a limit of sources in a row, so many are looked at for it: the longest and the oldest.
+_FOR_A_SHORT_ROW = 96
 #: Packs by any rule: lengths -> groups.
 Pack = Callable[[list[int]], Groups]
 
@@ -52,6 +56,9 @@ class Candidates:
         """The fullest row that holds the source ``seed`` and some of the ``others``, which come in order of preference."""
         key, room = self.keys[seed], self.capacity - self.lengths[seed]
         others = [i for i in others if i != seed and self.lengths[i] <= room and self.keys[i] == key]
+        if self.max_sources is not None and len(others) > _FOR_A_SHORT_ROW:
+            longest = sorted(others, key=lambda i: -self.lengths[i])[: _FOR_A_SHORT_ROW // 2]
+            others = [*dict.fromkeys(others[: _FOR_A_SHORT_ROW // 2] + longest)]
         most = None if self.max_sources is None else self.max_sources - 1
         return [seed, *(others[i] for i in fullest([self.lengths[i] for i in others], room, most=most))]
 
@@ -135,10 +142,27 @@ def closed_rows(candidates: Candidates, pack: Pack, *, final: bool) -> Groups:
 
 @register_packer("exact_fill")
 def _exact_fill(lengths: Sequence[int], capacity: int, *, max_sources: int | None = None) -> Groups:
-    """:func:`exact_fill` of all sources."""
-    none = [0] * len(lengths)
+    """:func:`exact_fill` of all sources, read through a buffer of :data:`_WHOLE_LIST`."""
     never = float("inf")
-    everything = Candidates(
-        lengths=lengths, ages=none, keys=none, old=never, overdue=never, capacity=capacity, max_sources=max_sources
-    )
-    return exact_fill(everything, final=True)
+    rows: Groups = []
+    buffer: list[int] = []
+    read = 0
+    while buffer or read < len(lengths):
+        more = min(_WHOLE_LIST - len(buffer), len(lengths) - read)
+        buffer += range(read, read + more)
+        read += more
+        none = [0] * len(buffer)
+        candidates = Candidates(
+            lengths=[lengths[i] for i in buffer],
+            ages=none,
+            keys=none,
+            old=never,
+            overdue=never,
+            capacity=capacity,
+            max_sources=max_sources,
+        )
+        leaving = exact_fill(candidates, final=read == len(lengths))
+        rows += [[buffer[i] for i in row] for row in leaving]
+        gone = {i for row in leaving for i in row}
+        buffer = [source for i, source in enumerate(buffer) if i not in gone]
+    return rows

@@ -110,6 +110,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
+        if group_by is not None and (packing.min_bins, packing.bins_multiple_of) != (None, 1):
+            raise ValueError(
+                f"group_by={group_by!r} keeps sources apart, which packing.min_bins and packing.bins_multiple_of would move"
+            )
         if encoder is not None and group_by is not None:
             raise ValueError(f"group_by={group_by!r} is for the default encoder: let yours set EncodedSource.group")
         if on_mismatch not in ("error", "restart"):
@@ -284,7 +288,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
             else:
                 # Evaluation without training.
                 found = sample_sources(options, of=workers.of, split=split, evaluation=True)
-                policy = options.policy.settled(found.lengths)
+                policy = options.policy.settled(found.lengths, keys=found.groups)
+                rank_zero_info(f"algorithm='auto' packs this data with {policy.algorithm!r}")
             options = replace(options, policy=policy)
         everyone = Agreement().everyone if must_stay_in_step(self.trainer) else None
         return PassLoader(options, workers=workers, split=split, everyone=everyone)

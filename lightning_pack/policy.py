@@ -114,8 +114,8 @@ class PackingPolicy:
 
     @property
     def window_tokens(self) -> int:
-        """Bound of the tokens in the packs that a loader worker holds."""
-        return self.window_size * self.capacity
+        """Bound of the tokens in the packs that a loader worker holds to balance them: a window, and the one that leaves."""
+        return 0 if self.balance is None else (self.window_size + 1) * self.capacity
 
     @property
     def row_width(self) -> int | None:
@@ -217,19 +217,21 @@ class PackingPolicy:
             groups += [[apart[i] for i in group] for group in self._pack([buffer.lengths[i] for i in apart])]
         return groups
 
-    def settled(self, lengths: Sequence[int]) -> PackingPolicy:
+    def settled(self, lengths: Sequence[int], *, keys: Sequence[Hashable] | None = None) -> PackingPolicy:
         """This policy with ``"auto"`` replaced by the algorithm that packs a stream of these real lengths in fewer packs.
 
-        Deterministic: the same lengths give the same choice. Other policies are returned as they are.
+        Deterministic: the same lengths give the same choice. Other policies are returned as they are. Sources with different
+        ``keys`` do not share a pack.
         """
         if self.algorithm != "auto":
             return self
         from lightning_pack.simulation import simulate
 
         # Several times over, so that what waits at the end matters little.
-        lengths = [*lengths] * min(-(-DRY_RUN_SOURCES // max(len(lengths), 1)), 8)
+        times = min(-(-DRY_RUN_SOURCES // max(len(lengths), 1)), 8)
+        lengths, keys = [*lengths] * times, None if keys is None else [*keys] * times
         choices = [replace(self, algorithm=name) for name in AUTO]
-        return min(choices, key=lambda choice: simulate(choice, lengths).packs)
+        return min(choices, key=lambda choice: simulate(choice, lengths, keys=keys).packs)
 
     def layout(self, lengths: Sequence[int]) -> RowLayout:
         """Boundaries of the row that holds sources of these real lengths, in this order.

@@ -28,12 +28,16 @@ def check_settings(policy: PackingPolicy) -> None:
         raise ValueError("overlength='split' needs a capacity of at least 2 tokens: each piece repeats one as context")
     _check_width(policy)
     _check_use(policy)
-    for name in ("min_bins", "bins_multiple_of"):
-        if (getattr(policy, name) or 1) > policy.buffer_size:
-            raise ValueError(
-                f"{name}={getattr(policy, name)} packs cannot be made of buffer_size={policy.buffer_size} sources: "
-                "raise buffer_size"
-            )
+    if (policy.min_bins or 1) > policy.buffer_size:
+        raise ValueError(
+            f"min_bins={policy.min_bins} packs cannot be made of buffer_size={policy.buffer_size} sources: raise buffer_size"
+        )
+    if policy.buffer_size % policy.bins_multiple_of:
+        # Else so many packs might be needed that some would have no source.
+        raise ValueError(
+            f"buffer_size={policy.buffer_size} must be a multiple of bins_multiple_of={policy.bins_multiple_of}: "
+            f"take {-(-policy.buffer_size // policy.bins_multiple_of) * policy.bins_multiple_of}"
+        )
     # Refuses options that the packer does not take.
     binning.pack([], policy.capacity, algorithm=policy.packer, **policy.packer_settings)
 

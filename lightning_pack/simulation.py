@@ -59,7 +59,7 @@ def simulate(policy: PackingPolicy, lengths: Sequence[int], *, keys: Sequence[Ha
         ValueError: for a source without tokens.
         OverlengthError: for a source that fits in no row.
     """
-    policy = policy.settled(lengths)
+    policy = policy.settled(lengths, keys=keys)
     lengths = [int(length) for length in lengths]
     groups: list[list[int]] = []
     ages = [0] * len(lengths)

@@ -91,7 +91,7 @@ class TrainingStream:
         if self.policy.algorithm != "auto":
             return
         found = sample_sources(self.progress.loader.options, of=self._spread.workers().of)
-        self._pack_with(self.policy.settled(found.lengths))
+        self._pack_with(self.policy.settled(found.lengths, keys=found.groups))
         rank_zero_info(f"algorithm='auto' packs this data with {self.policy.algorithm!r}")
 
     def loader(self) -> ExactLoader:
@@ -101,7 +101,7 @@ class TrainingStream:
             size = self.policy.window_tokens * BYTES_PER_TOKEN / 2**20
             rank_zero_info(
                 f"balance={self.policy.balance!r}: each of {max(self._spread.num_workers, 1)} loader workers of a rank holds "
-                f"{self.policy.window_size} packs, at most {size:.1f} MiB"
+                f"{self.policy.window_size} packs, at most {size:.2g} MiB"
             )
         return self.progress.loader
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.energon.state import FlexState
 
 from lightning_pack import PackingPolicy
-from lightning_pack.energon.window import order_of
+from lightning_pack.energon.packs import Emitted
+from lightning_pack.energon.position import StagePosition
+from lightning_pack.energon.window import in_balance, order_of
+from lightning_pack.row import Pack
 from lightning_pack.simulation import simulate
 from tests.numbers_data import bin_set, lengths, records_of, write_webdataset
 from tests.ranks import on_ranks
 from tests.test_exact_position import Run
+from tests.test_policy import source
 from tests.training import Options, run
+
+
+class Tracked(Pack):
+    """A pack whose end can be noticed."""
+
+    __hash__ = object.__hash__
 
 
 def in_order(works: list[int], *, size: int) -> list[int]:
@@ -51,6 +65,12 @@ def test_every_pack_leaves_with_its_window(works: list[int], spare: int, number:
     order = order_of(works, size=size, seed=3, number=number)
     assert sorted(order) == list(range(len(works)))
     assert order == order_of([work * 7 for work in works], size=size, seed=3, number=number), "only the rank of a work matters"
+
+
+def test_every_window_has_an_order_of_its_own() -> None:
+    works = list(range(16))
+    orders = {tuple(order_of(works, size=16, seed=seed, number=number)) for seed in (0, 1) for number in range(3)}
+    assert len(orders) == 6
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +113,28 @@ def test_a_window_holds_back_and_loses_nothing(uneven: Path) -> None:
     orders = [[row.source_keys for row in rows] for rows in passes.values()]
     assert orders[0] != orders[1]
     policy = PackingPolicy(capacity=64, balance="quadratic", window=16)
-    assert (policy.window_size, policy.window_tokens) == (16, 16 * 64)
+    assert (policy.window_size, policy.window_tokens) == (16, 17 * 64)
     assert PackingPolicy(capacity=64, balance="quadratic").window_size == 64
-    assert PackingPolicy(capacity=64).window_tokens == 64
+    assert PackingPolicy(capacity=64).window_tokens == 0
+
+
+def test_a_window_and_one_pack_are_held() -> None:
+    held: weakref.WeakSet[Pack] = weakref.WeakSet()
+    most = 0
+
+    def packs(origin: StagePosition) -> Iterator[Emitted]:
+        nonlocal most
+        for number in range(100):
+            pack = Tracked([source(str(number), 1 + number % 7)], None)
+            held.add(pack)
+            most = max(most, len(held))
+            yield Emitted(pack, b"", replace(origin, buffer=number + 1))
+            del pack
+
+    start = StagePosition(0, 0, FlexState())
+    given = [each.pack.sources[0].key for each in in_balance(packs, start, size=10, seed=0, may_repair=pytest.fail)]
+    assert sorted(given, key=int) == [str(i) for i in range(100)]
+    assert 10 <= most <= 12
 
 
 def on_two_ranks(argument: dict[str, Any]) -> dict[str, Any]:

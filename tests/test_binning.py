@@ -625,7 +625,8 @@ def test_packers_give_the_same_in_every_process() -> None:
 def test_bench_bins_compares_every_packer(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "bins", "--sets", "A", "C", "--counts", "50", "1000", "--turns", "1"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 * (2 + len(packers()))
+    assert len(lines) == 5 * (2 + len(packers()))
+    assert lines[0] == "the adversary, 300 lengths, capacity 4,096: at least 90 bins"
     heads = [line for line in lines if line.startswith("set ")]
     assert [head.split(",")[0] for head in heads] == ["set A", "set A", "set C", "set C"]
     assert heads[3] == "set C, 1,000 lengths, capacity 2,048: at least 274 bins"
@@ -643,3 +644,16 @@ def test_bench_bins_refuses_what_it_cannot_measure(option: list[str], capsys: py
         main(["bench", "bins", *option])
     assert stop.value.code == 2
     assert f"{option[0]} {option[1]}: at least" in capsys.readouterr().err
+
+
+def test_an_own_packer_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._PACKERS, "test_gives_nothing", lambda lengths, capacity: None)
+    with pytest.raises(ValueError, match=r"packer 'test_gives_nothing' failed for 2 lengths and capacity=8 \(TypeError"):
+        pack([1, 2], 8, algorithm="test_gives_nothing")
+
+
+def test_exact_fill_packs_a_long_list_through_a_buffer() -> None:
+    lengths, capacity = drawn("A", 5000)
+    groups = pack(lengths, capacity, algorithm="exact_fill")
+    assert sorted(index for group in groups for index in group) == list(range(5000))
+    assert len(groups) <= lower_bound(lengths, capacity) * 1.01

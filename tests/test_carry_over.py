@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,6 +109,26 @@ def test_no_source_is_starved(algorithm: str) -> None:
     assert 16 * 2 <= shorter.ages[10] < stream.ages[10]
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("limit", [2, 2.1, 4])
+def test_a_source_that_nothing_fits_leaves_in_time(algorithm: str, limit: float) -> None:
+    """All of one group but one, so that its row never gets fuller."""
+    lengths = [20] * 10 + [15] + [20] * 389
+    keys = [0] * 10 + [1] + [0] * 389
+    policy = PackingPolicy(capacity=40, algorithm=algorithm, buffer_size=10, age_limit=limit)
+    stream = simulate(policy, lengths, keys=keys)
+    assert max(stream.ages) == stream.ages[10]
+    assert 10 * limit <= stream.ages[10] <= 15 * limit
+
+
+def test_the_choice_knows_the_groups() -> None:
+    lengths, capacity = bin_set("A", 2000)
+    policy = PackingPolicy(capacity=capacity, buffer_size=64)
+    keys = np.random.default_rng(0).integers(8, size=2000).tolist()
+    assert policy.settled(lengths).algorithm == "exact_fill"
+    assert policy.settled(lengths, keys=keys).algorithm == "minimum_bin_slack"
+
+
 def test_rows_have_no_length_curriculum() -> None:
     lengths, capacity = bin_set("B", 4000)
     policy = PackingPolicy(capacity=capacity, algorithm="best_fit_decreasing", buffer_size=256)
@@ -124,6 +145,7 @@ def test_rows_have_no_length_curriculum() -> None:
     assert groups == policy.select(sources, final=True, worker=1, index=4)
     assert groups != policy.select(sources, final=True, worker=1, index=5)
     assert groups != policy.select(sources, final=True, worker=2, index=4)
+    assert groups != replace(policy, seed=1).select(sources, final=True, worker=1, index=4)
 
 
 @pytest.mark.parametrize("workers", range(4))
@@ -165,7 +187,7 @@ def test_the_choice_is_in_the_state(numbers: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_whole_buffer_can_be_made_more_packs() -> None:
-    policy = PackingPolicy(capacity=40, carry_over=False, min_bins=4, bins_multiple_of=3)
+    policy = PackingPolicy(capacity=40, carry_over=False, buffer_size=9, min_bins=4, bins_multiple_of=3)
     assert len(policy.pack([10] * 8)) == len(policy.choose([10] * 8)) == 6
     assert len(policy.choose([10] * 5, final=True)) == 2, "too few for six packs"
     with pytest.raises(ValueError, match="5 sources cannot make 6 bins"):
@@ -182,6 +204,10 @@ def test_what_is_not_used_is_refused() -> None:
         ({"bins_multiple_of": 2}, r"bins_multiple_of=2 is used with carry_over=False"),
         ({"window": 8}, r"window=8 is used with balance='quadratic' only"),
         ({"balance": "linear"}, r"balance='linear' is not 'quadratic'"),
+        (
+            {"carry_over": False, "bins_multiple_of": 12, "buffer_size": 16},
+            r"must be a multiple of bins_multiple_of=12: take 24",
+        ),
         ({"carry_over": False, "min_bins": 300}, r"min_bins=300 packs cannot be made of buffer_size=256 sources"),
         ({"balance": "quadratic", "algorithm": "concatenative"}, r"balance='quadratic' changes the order of arrival"),
         ({"delta": 1}, r"delta=1 is not used by algorithm='minimum_bin_slack'.* is taken by balanced_greedy_knapsack"),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightning_pack import PackedBatch
+from lightning_pack import EnergonPackDataModule, PackedBatch
 from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.resume import ResumeError
 from tests.numbers_data import same_batch
-from tests.test_exact_position import Run, through_a_file
+from tests.test_exact_position import PlainNumbers, Run, through_a_file
 from tests.test_passes import rest
 
 
@@ -101,6 +101,63 @@ def test_a_run_goes_on_without_what_is_lost(data: Path, damage: Any, workers: in
         resumed = Run(data, num_workers=workers, epochs=1, state=states[k], on_damaged="skip")
         assert all(map(same_batch, resumed.train(10 - k), given[k:])), "the losses are part of the stream"
         resumed.end()
+
+
+@pytest.mark.parametrize("shuffled", [0, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"balance": "quadratic", "window": 5},
+        {"overlength": "split", "capacity": 20},
+        {"overlength": "split", "capacity": 20, "balance": "quadratic", "window": 5},
+    ],
+    ids=["balance", "split", "both"],
+)
+def test_what_was_emitted_is_passed_over_under_other_policies(
+    data: Path, options: dict[str, Any], shuffled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.test_exact_position.NumberEncoder", PlainNumbers)
+    monkeypatch.setattr(
+        "tests.test_exact_position.EnergonPackDataModule",
+        lambda *args, **settings: EnergonPackDataModule(*args, **settings | {"shuffle_buffer_size": shuffled}),
+    )
+    run = Run(data, num_workers=0, epochs=1, **options)
+    before, states = [], []
+    for _ in range(13):
+        before += run.train(1)
+        states.append(through_a_file(run.data.state_dict()))
+    run.end()
+    truncate(data)
+    in_window = False
+    for k in (7, 10, 13):
+        at = states[k - 1]["ranks"][0]["loader"]["workers"][0]["at"]
+        assert at["carried"]
+        in_window |= at["window_emitted"] > 0
+        with pytest.warns(UserWarning, match="on_damaged='skip'"):
+            resumed = Run(data, num_workers=0, epochs=1, state=states[k - 1], on_damaged="skip", **options)
+        (after,) = rest(resumed)
+        resumed.end()
+        assert lost(after)
+        trained = Counter(key for batch in before[:k] + after for key in batch.source_keys)
+        assert set(trained.values()) == {1}
+        gone = {each.key for batch in before[:k] + after for each in batch.left_out}
+        seen = {key.split("#")[0] for key in set(trained) | gone}
+        assert {f"train{i:06d}" for i in range(200) if i % 3 != 1} <= seen
+    assert in_window == ("balance" in options)
+
+
+def test_an_endless_stream_of_which_nothing_can_be_read_ends(data: Path) -> None:
+    run = Run(data, num_workers=0, on_damaged="skip", algorithm="exact_fill")
+    run.end()
+    for shard in data.glob("*.tar"):
+        shard.write_bytes(b"\x07" * shard.stat().st_size)
+    with pytest.warns(UserWarning, match="on_damaged='skip'"):
+        resumed = Run(
+            data, num_workers=0, on_damaged="skip", algorithm="exact_fill", state=through_a_file(run.data.state_dict())
+        )
+    with pytest.raises(DamagedDataError, match=r"\d+ samples in a row cannot be read, which is all that a loader worker has"):
+        resumed.train(1)
+    resumed.end()
 
 
 def test_a_mistaken_option_is_refused(numbers: Path) -> None:

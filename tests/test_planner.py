@@ -13,7 +13,7 @@ import yaml
 
 from lightning_pack import EnergonPackDataModule, PackingPolicy, cli, plan
 from lightning_pack.bench.bins import drawn
-from lightning_pack.binning import lower_bound
+from lightning_pack.binning import lower_bound, packers
 from lightning_pack.planner import Combination, Plan, Sources, Stream
 from lightning_pack.planner.combination import bound_of
 from lightning_pack.policy import AUTO, OverlengthError
@@ -61,7 +61,7 @@ def refused(*args: str) -> int:
 
 
 def test_each_combination_is_what_a_worker_makes_of_the_lengths(long_tailed: Plan) -> None:
-    assert len(long_tailed.combinations) == 5 * 3
+    assert len(long_tailed.combinations) == (len(packers()) + 1) * 3
     lengths, capacity = drawn("A", 9000)
     aligned = sum(-(-length // 16) * 16 for length in lengths)
     for each in long_tailed.combinations:
@@ -75,8 +75,8 @@ def test_each_combination_is_what_a_worker_makes_of_the_lengths(long_tailed: Pla
     flush, carry = (row(long_tailed, "best_fit_decreasing", 64, carry_over=over) for over in (False, True))
     assert flush.fill + 0.05 < carry.fill
     assert flush.oldest < 1 < carry.oldest < 6
-    # Ids and labels of 64 sources of mean length, 8 bytes each.
-    assert carry.memory == pytest.approx(64 * 16 * sum(lengths) / 9000, abs=1)
+    # Ids and labels of two buffers of 64 sources of mean length, 8 bytes each.
+    assert carry.memory == pytest.approx(2 * 64 * 16 * sum(lengths) / 9000, abs=1)
 
 
 def test_the_smallest_buffer_that_is_nearly_the_best_is_recommended(long_tailed: Plan) -> None:
@@ -106,7 +106,7 @@ def test_ranks_are_balanced_where_they_need_it(long_tailed: Plan) -> None:
     ]
     assert long_tailed.policy.balance == "quadratic"
     chosen = long_tailed.recommendation.combination
-    assert chosen.memory == row(long_tailed, chosen.policy.algorithm, 64).memory + 16 * 64 * 4096
+    assert chosen.memory == row(long_tailed, chosen.policy.algorithm, 64).memory + 16 * (64 + 1) * 4096
     assert f"the busiest of 8 ranks has {balance.unbalanced:.2f} times" in long_tailed.recommendation.remarks[0]
     equal = plan([100] * 1000, capacity=400, ranks=4, sources=1000, buffer_sizes=[16])
     assert equal.balance is not None
@@ -244,7 +244,7 @@ def test_the_command_writes_what_fit_understands(texts: Path, tmp_path: Path, ca
 
     document = json.loads((out / "plan.json").read_text())
     assert document["recommendation"]["packing"] == settings
-    assert len(document["combinations"]) == 10
+    assert len(document["combinations"]) == (len(packers()) + 1) * 2
     (same,) = [
         each
         for each in document["combinations"]
@@ -271,7 +271,7 @@ def test_a_notebook_shows_tables_and_a_figure(long_tailed: Plan) -> None:
     assert counted == 9000
     assert lengths.lines[0].get_xdata()[0] == 4096
     drawn_lines = {line.get_label(): line.get_ydata() for line in fill.lines}
-    assert len(drawn_lines) == 6
+    assert len(drawn_lines) == len(packers()) + 2
     expected = [100 * row(long_tailed, "best_fit_decreasing", size, carry_over=False).fill for size in (16, 64, 256)]
     assert np.allclose(drawn_lines["best_fit_decreasing, flushed"], expected)
     html = long_tailed._repr_html_()

@@ -8,9 +8,11 @@ process, the fastest of some turns.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -29,6 +31,11 @@ def _mixture(rng: np.random.Generator, count: int) -> np.ndarray:
     long = rng.random(count) < 0.30
     lengths = np.where(long, rng.normal(1500, 300, count), rng.normal(200, 50, count))
     return np.clip(np.rint(lengths).astype(np.int64), 1, 2048)
+
+
+#: Length -> how many: 60 bins of 2050 + 1026 + 1020 and 30 of 2 x 1028 + 2 x 1020 are exactly full, 90 in all.
+ADVERSARY = {2050: 60, 1028: 60, 1026: 60, 1020: 120}
+ADVERSARY_CAPACITY = 4096
 
 
 #: How the lengths of each set are drawn, and the capacity of its bins, in tokens.
@@ -122,15 +129,23 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="sets of lengths (default: all)")
     parser.add_argument("--counts", nargs="+", type=int, default=[1_000, 10_000, 100_000], help="how many lengths of each")
     parser.add_argument("--turns", type=int, default=3, help="turns of each packer, of which the fastest counts (default: 3)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there as JSON")
     options = parser.parse_args(args)
+    if options.out is not None and not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     for name, values in (("counts", options.counts), ("turns", [options.turns])):
         for value in values:
             if value < 1:
                 parser.error(f"--{name} {value}: at least 1 is needed")
-    for name in options.sets:
-        for count in options.counts:
-            lengths, capacity = drawn(name, count)
-            bound = lower_bound(lengths, capacity)
-            print(f"set {name}, {count:,} lengths, capacity {capacity:,}: at least {bound:,} bins", flush=True)
-            for line in measured(lengths, capacity, turns=options.turns):
-                print(f"  {line}", flush=True)
+    adversary = [length for length, count in ADVERSARY.items() for _ in range(count)]
+    tasks = [(f"set {name}", *drawn(name, count)) for name in options.sets for count in options.counts]
+    found = []
+    for name, lengths, capacity in [("the adversary", adversary, ADVERSARY_CAPACITY), *tasks]:
+        bound = lower_bound(lengths, capacity)
+        print(f"{name}, {len(lengths):,} lengths, capacity {capacity:,}: at least {bound:,} bins", flush=True)
+        for line in measured(lengths, capacity, turns=options.turns):
+            print(f"  {line}", flush=True)
+            found.append({"lengths": name, "count": len(lengths), **asdict(line), "gap": line.gap})
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        print(f"written: {options.out}")

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_pack.bench.bins import SETS, drawn, next_fit
-from lightning_pack.binning import Groups
+from lightning_pack.binning import Groups, lower_bound
 from lightning_pack.energon.sampling import MOST_SAMPLED
 from lightning_pack.planner.balance import RankBalance, rank_balance
 from lightning_pack.policy import AUTO, PackingPolicy
@@ -37,6 +37,7 @@ class StreamFill:
         buffer_size: sources that it holds.
         name: of the way.
         fill: real tokens per slot.
+        gap: rows per row of the lower bound for all lengths together, less 1.
         oldest: the longest wait of a source, in turnovers of the buffer; None for the baselines.
         seconds: that the decisions took, of process time.
         choosing: seconds that "auto" took before that, once.
@@ -47,6 +48,7 @@ class StreamFill:
     buffer_size: int
     name: str
     fill: float
+    gap: float
     oldest: float | None
     seconds: float
     sources: int
@@ -61,7 +63,7 @@ class StreamFill:
         age = " " * 24 if self.oldest is None else f"   oldest {self.oldest:4.1f} turnovers"
         choosing = "" if self.choosing is None else f", chosen in {self.choosing:.2f} s"
         way = f"buffer {self.buffer_size:5,}  {self.name:26}"
-        return f"  {way} fill {self.fill:7.2%}{age}   {self.rate:10,.0f} sources/s{choosing}"
+        return f"  {way} fill {self.fill:7.2%}   gap {self.gap:7.2%}{age}   {self.rate:10,.0f} sources/s{choosing}"
 
 
 def flushed(lengths: Sequence[int], capacity: int, *, buffer_size: int) -> Groups:
@@ -86,7 +88,7 @@ def flushed(lengths: Sequence[int], capacity: int, *, buffer_size: int) -> Group
 def measured(name: str, *, count: int, buffer_sizes: Sequence[int]) -> Iterator[StreamFill]:
     """The baselines and the carry-over rules on one set, buffer by buffer."""
     lengths, capacity = drawn(name, count)
-    slots_filled = sum(lengths) / capacity
+    slots_filled, bound = sum(lengths) / capacity, lower_bound(lengths, capacity)
     for size in buffer_sizes:
         way = partial(StreamFill, set_name=name, buffer_size=size, sources=len(lengths))
         for baseline, loop in (
@@ -94,8 +96,9 @@ def measured(name: str, *, count: int, buffer_sizes: Sequence[int]) -> Iterator[
             ("flush, best-fit decreasing", partial(flushed, lengths, capacity, buffer_size=size)),
         ):
             started = time.process_time()
-            fill = slots_filled / len(loop())
-            yield way(name=baseline, fill=fill, oldest=None, seconds=time.process_time() - started)
+            rows = len(loop())
+            fill, gap = slots_filled / rows, rows / bound - 1
+            yield way(name=baseline, fill=fill, gap=gap, oldest=None, seconds=time.process_time() - started)
         for algorithm in (*AUTO, "auto"):
             asked = PackingPolicy(capacity, algorithm=algorithm, buffer_size=size)
             started = time.process_time()
@@ -105,6 +108,7 @@ def measured(name: str, *, count: int, buffer_sizes: Sequence[int]) -> Iterator[
             yield way(
                 name=algorithm if policy == asked else f"auto: {policy.algorithm}",
                 fill=made.fill,
+                gap=made.packs / bound - 1,
                 oldest=made.oldest,
                 seconds=time.process_time() - chosen,
                 choosing=None if policy == asked else chosen - started,

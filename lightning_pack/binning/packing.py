@@ -53,10 +53,18 @@ def pack(
             )
     most = most_sources(max_sources)
     values = fitting(lengths, capacity)
-    groups = packer(values, capacity, **options)
     # The packers of this package are held to their promises by their tests.
-    if not packer.__module__.startswith(f"{__package__}."):
-        groups = _checked(algorithm, groups, values, capacity, most)
+    if packer.__module__.startswith(f"{__package__}."):
+        groups = packer(values, capacity, **options)
+    else:
+        try:
+            found = list(packer(values, capacity, **options))
+        except Exception as e:
+            raise ValueError(
+                f"packer {algorithm!r} failed for {len(values)} lengths and capacity={capacity} ({type(e).__name__}: {e}): it "
+                "must give a list of groups of indices, for any lengths, none included"
+            ) from e
+        groups = _checked(algorithm, found, values, capacity, most)
     return with_bin_count(groups, values, min_bins=min_bins, bins_multiple_of=bins_multiple_of, max_sources=max_sources)
 
 

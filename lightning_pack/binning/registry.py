@@ -19,7 +19,7 @@ def register_packer(name: str) -> Callable[[Packer], Packer]:
 
     A packer is called as ``packer(lengths, capacity, **options)`` and gives groups of indices into ``lengths``. Its options
     are its keyword-only parameters; each needs a default. A packer with an option ``max_sources`` can be used where the
-    number of sources in a bin is limited.
+    number of sources in a bin is limited. It is tried without lengths where a policy is made.
 
     Raises:
         ValueError: if the name is taken, or the function cannot be called like that.

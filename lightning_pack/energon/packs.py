@@ -10,7 +10,7 @@ from megatron.energon import WorkerConfig
 from megatron.energon.flavors.base_dataset import SavableDataset
 
 from lightning_pack.energon.fields import damaged
-from lightning_pack.energon.position import Buffer, DamagedDataError, StagePosition, hashes
+from lightning_pack.energon.position import Buffer, DamagedDataError, RestoreKey, StagePosition, hashes
 from lightning_pack.row import EncodedSource, LeftOut, Pack
 
 #: So many sources in a row without one that can be trained on end the run.
@@ -125,13 +125,25 @@ class PackStream:
         buffer = Buffer.at(origin)
         # In the order in which they lie in the shards: a key ends with the number of the sample.
         order = sorted(range(len(origin.carried)), key=lambda i: origin.carried[i][-1])
-        again = {i: self.dataset.restore_sample(origin.carried[i]) for i in order}
+        again = {i: self._read_again(origin.carried[i]) for i in order}
         for source in again.values():
             self._usable(source)
         buffer.read_again([again[i] for i in range(len(again))], origin.entered)
         if not origin.emitted and buffer.carried_digest != origin.digest:
             self.may_repair(f"buffer {buffer.number}")
         return buffer
+
+    def _read_again(self, key: RestoreKey) -> EncodedSource:
+        try:
+            return self.dataset.restore_sample(key)
+        except AssertionError as e:
+            # Energon's words where a sample gives fewer pieces than it did.
+            if not self.repair or "did not yield enough samples" not in str(e):
+                raise
+            # A sample that cannot be read is left out once, piece by piece here, since some were trained on.
+            map_name, sample, piece, *rest = key
+            marker = self.dataset.restore_sample((map_name, sample, 0, *rest))
+            return EncodedSource.dropped(f"{marker.key}#{piece}", "damaged")
 
     def _groups(self, buffer: Buffer, *, final: bool) -> list[list[EncodedSource]]:
         ages = buffer.ages + [0] * len(buffer.markers)

@@ -58,6 +58,7 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
         self._on_damaged = on_damaged
         self._whereabouts = whereabouts
         self._damaged: list[EncodedSource] = []
+        self._damaged_in_a_row = 0
         for leaf in _leaves(dataset):
             for reader in leaf.join_readers:
                 hold_indices(reader)
@@ -103,10 +104,19 @@ class Reading(BaseWrapperDataset[Sample, Sample]):
 
     def _read_next(self, leaf: WebdatasetSampleLoaderDataset, read: Any, index: int) -> RawSampleData:
         try:
-            return self._read(leaf, read, index)
+            sample = self._read(leaf, read, index)
+            self._damaged_in_a_row = 0
+            return sample
         except DamagedDataError as e:
             if self._on_damaged == "error":
                 raise
+            self._damaged_in_a_row += 1
+            if not self._finite and self._damaged_in_a_row > self.len_worker(0):
+                # Energon would go round and round.
+                raise DamagedDataError(
+                    f"{self._damaged_in_a_row} samples in a row cannot be read, which is all that a loader worker has. "
+                    f"The last: {e}"
+                ) from e
             self._damaged.append(EncodedSource.dropped(str(e).split(": ", 1)[0], "damaged"))
             # Energon passes over it.
             return RawSampleData(__restore_key__=("Webdataset", index), data=(None,))

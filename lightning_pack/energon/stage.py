@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -114,13 +113,8 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             self.position,
             size=self._policy.window_size,
             seed=self._policy.seed,
-            changed=self._begin_again,
+            may_repair=self._stream.may_repair,
         )
-
-    def _begin_again(self, at: StagePosition) -> StagePosition:
-        self._stream.may_repair(f"window {at.window}")
-        self.dataset.restore_state(pickle.loads(pickle.dumps(at.start)))
-        return replace(at, start=self.dataset.save_state())
 
     def len_worker(self, worker_idx: int | None = None) -> int:
         """Samples of a worker: the number of packs is not known before they are packed."""

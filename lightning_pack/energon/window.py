@@ -18,6 +18,14 @@ from lightning_pack.energon.position import StagePosition
 from lightning_pack.row import Pack
 
 
+class StartAgain(Exception):  # noqa: N818 - it is an order, not an error
+    """The data is to be opened anew at a position: what was read since cannot be taken back."""
+
+    def __init__(self, position: StagePosition) -> None:
+        super().__init__(position)
+        self.position = position
+
+
 def work_of(pack: Pack) -> int:
     """Sum of the squared real lengths of the sources: what attention costs."""
     return sum(len(source) ** 2 for source in pack.sources)
@@ -49,17 +57,20 @@ def in_balance(
     *,
     size: int,
     seed: int,
-    changed: Callable[[StagePosition], StagePosition],
+    may_repair: Callable[[str], None],
 ) -> Iterator[Emitted]:
-    """The packs of a stream, window by window; while one is emitted the next one is filled, so ``size`` packs are held.
+    """The packs of a stream, window by window; while one is emitted the next one is filled: ``size`` packs and one are held.
 
     Args:
-        packs: opens the stream at a position.
+        packs: opens the stream at the position where the data stands.
         origin: where to start.
         size: packs in a window.
         seed: of the order in which places are emitted.
-        changed: called where the packs of the window that were emitted before are not those that are there now, with the
-            position before it and what was emitted to be passed over; prepares the stream for another start there.
+        may_repair: called where the packs of the window that were emitted before are not those that are there now; raises if
+            that is not to be mended.
+
+    Raises:
+        StartAgain: from the position before that window, passing over what was emitted.
     """
     number, emitted, given = origin.window, origin.window_emitted, origin.window_given
     before = replace(origin, window_emitted=0, window_given=b"")
@@ -67,21 +78,24 @@ def in_balance(
     window = list(islice(stream, size))
     order = order_of([work_of(each.pack) for each in window], size=size, seed=seed, number=number)
     if emitted > len(window) or given != b"".join(window[i].hashed for i in order[:emitted]):
-        before = changed(replace(before, skip=before.skip + given))
-        stream, emitted, given = packs(before), 0, b""
-        window = list(islice(stream, size))
+        may_repair(f"window {number}")
+        raise StartAgain(replace(before, skip=before.skip + given))
     while window:
         order = order_of([work_of(each.pack) for each in window], size=size, seed=seed, number=number)
+        after_all, waiting = replace(window[-1].after, window=number + 1), dict(enumerate(window))
+        window.clear()
+        for gone in order[:emitted]:
+            del waiting[gone]
         ahead: list[Emitted] = []
         for turn in range(emitted, len(order)):
             due = size * (turn + 1 - emitted) // (len(order) - emitted)
             ahead += islice(stream, due - len(ahead))
-            each = window[order[turn]]
+            each = waiting.pop(order[turn])
             given += each.hashed
             if turn == len(order) - 1 and ahead:
-                after = replace(window[-1].after, window=number + 1)
+                after = after_all
             else:
                 after = replace(before, window=number, window_emitted=turn + 1, window_given=given)
             yield Emitted(each.pack, each.hashed, after)
-        before, window = replace(window[-1].after, window=number + 1), ahead
+        before, window = after_all, ahead
         number, emitted, given = number + 1, 0, b""

@@ -32,6 +32,7 @@ from lightning_pack.energon.fields import damaged
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.stage import PackingStage
+from lightning_pack.energon.window import StartAgain
 from lightning_pack.row import LeftOut, PackedBatch
 
 #: Before each message.
@@ -98,6 +99,13 @@ class _WorkerTraceback(Exception):  # noqa: N818 - shown as the cause of the err
 
 def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: StagePosition | None) -> Iterator[Row | End]:
     """The rows of a share from a position on, or from its beginning."""
+    try:
+        yield from _rows(open_share, whereabouts, origin)
+    except StartAgain as e:
+        yield from _rows(open_share, whereabouts, e.position)
+
+
+def _rows(open_share: OpenShare, whereabouts: Whereabouts, origin: StagePosition | None) -> Iterator[Row | End]:
     with contextlib.redirect_stdout(io.StringIO()):
         stage = open_share(whereabouts)
     config = stage.worker_config

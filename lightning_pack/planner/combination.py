@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pack.binning import lower_bound
+from lightning_pack.binning import lower_bound, packers
+from lightning_pack.planner.balance import drawn_imbalance
 from lightning_pack.planner.sources import OverLength, Stream
-from lightning_pack.policy import BYTES_PER_TOKEN, PackingPolicy
+from lightning_pack.policy import AUTO, BYTES_PER_TOKEN, PackingPolicy
 from lightning_pack.simulation import simulate
 
 
@@ -24,6 +25,7 @@ class Combination:
         aligned_tokens: that they take up in rows.
         overlength: what was longer than the capacity.
         oldest: the longest wait of a source in the buffer, in turnovers of the buffer.
+        imbalance: of the ranks that train on such packs, see :func:`drawn_imbalance`; 1 on one rank.
     """
 
     policy: PackingPolicy
@@ -34,9 +36,10 @@ class Combination:
     aligned_tokens: int
     overlength: OverLength
     oldest: float
+    imbalance: float
 
     @classmethod
-    def measured(cls, policy: PackingPolicy, stream: Stream, *, bound: int) -> Combination:
+    def measured(cls, policy: PackingPolicy, stream: Stream, *, bound: int, ranks: int = 1) -> Combination:
         """Pack a stream; ``bound`` is that of :func:`bound_of`."""
         made = simulate(policy, stream.lengths, keys=stream.keys)
         return cls(
@@ -48,6 +51,7 @@ class Combination:
             aligned_tokens=sum(map(policy.aligned, stream.lengths)),
             overlength=stream.overlength,
             oldest=made.oldest,
+            imbalance=drawn_imbalance(made.squares, ranks=ranks, seed=policy.seed),
         )
 
     @property
@@ -82,9 +86,12 @@ class Combination:
 
     @property
     def memory(self) -> int:
-        """Bytes of ids and labels that a loader worker holds: a buffer of sources of mean length, and with balance a window."""
-        buffer = -(-BYTES_PER_TOKEN * self.policy.buffer_size * self.real_tokens // self.sources)
-        return buffer + (0 if self.policy.balance is None else BYTES_PER_TOKEN * self.policy.window_tokens)
+        """Most bytes of ids and labels that a loader worker holds, for sources of mean length.
+
+        Two buffers, for the next one is filled while the packs of one are emitted, and with balance a window of packs.
+        """
+        buffers = -(-BYTES_PER_TOKEN * 2 * self.policy.buffer_size * self.real_tokens // self.sources)
+        return buffers + BYTES_PER_TOKEN * self.policy.window_tokens
 
 
 def bound_of(policy: PackingPolicy, stream: Stream) -> int:
@@ -96,14 +103,9 @@ def bound_of(policy: PackingPolicy, stream: Stream) -> int:
 
 
 def choices(base: PackingPolicy, buffer_sizes: Sequence[int]) -> list[PackingPolicy]:
-    """What a plan compares: every algorithm with every buffer size."""
-    kinds = (
-        ("exact_fill", True),
-        ("minimum_bin_slack", True),
-        ("best_fit_decreasing", True),
-        ("best_fit_decreasing", False),
-        ("concatenative", True),
-    )
+    """What a plan compares: every registered algorithm with every buffer size, and a buffer that is emitted whole."""
+    others = [name for name in packers() if name not in AUTO]
+    kinds = [*((name, True) for name in (*AUTO, *others)), ("best_fit_decreasing", False)]
     return [
         replace(base, algorithm=algorithm, carry_over=carry_over, buffer_size=size)
         for algorithm, carry_over in kinds

@@ -83,7 +83,7 @@ def plan(
         found = Sources.given(source, most=sources)
     stream = found.stream(base, count=sources)
     bound = bound_of(base, stream)
-    combinations = tuple(Combination.measured(policy, stream, bound=bound) for policy in choices(base, sizes))
+    combinations = tuple(Combination.measured(policy, stream, bound=bound, ranks=ranks) for policy in choices(base, sizes))
     chosen = smallest_sufficient(combinations)
     balance = None if ranks == 1 else _balance(found, chosen, ranks=ranks)
     return Plan(

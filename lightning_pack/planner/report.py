@@ -47,7 +47,7 @@ def combinations(plan: Plan) -> Table:
         if (each.policy.algorithm, each.policy.buffer_size) == (policy.algorithm, policy.buffer_size)
     ]
     return Table(
-        headings=("algorithm", "buffer", "fill", "gap to bound", "tail", "alignment", "oldest", "memory"),
+        headings=("algorithm", "buffer", "fill", "gap to bound", "tail", "alignment", "oldest", "ranks", "memory"),
         rows=[
             (
                 each.name,
@@ -57,6 +57,7 @@ def combinations(plan: Plan) -> Table:
                 f"{each.tail:.2%}",
                 f"{each.alignment:.2%}",
                 f"{each.oldest:.1f}",
+                f"{each.imbalance:.2f}",
                 size(each.memory),
             )
             for each in plan.combinations
@@ -69,13 +70,17 @@ def capacities(plan: Plan) -> Table:
     """Several capacities; the one that was asked for is marked."""
     at = [each.capacity for each in plan.capacities]
     return Table(
-        headings=("capacity", "packs/step", "sources/step", "fill", "over", "tokens lost", "sum(len^2)/token", "algorithm"),
+        headings=(
+            *("capacity", "packs/step", "sources/step", "fill", "gap to bound", "over", "tokens lost"),
+            *("sum(len^2)/token", "algorithm"),
+        ),
         rows=[
             (
                 f"{each.capacity:,}",
                 f"{each.packs_per_step:.4g}",
                 f"{each.sources_per_step:,.1f}",
                 f"{each.combination.fill:.2%}",
+                f"{each.combination.gap:.2%}",
                 f"{each.combination.overlength.over:.2%}",
                 f"{each.combination.overlength.lost:.2%}",
                 f"{each.squares_per_token:,.0f}",
@@ -105,7 +110,8 @@ def _data(plan: Plan) -> list[str]:
         f"{over.lost:.2%} of the tokens read"
     )
     lines.append(
-        "fill, tail and alignment are shares of the slots; the oldest wait is in turnovers; memory is per loader worker"
+        "fill, tail and alignment are shares of the slots; the oldest wait is in turnovers; ranks is the largest over the mean "
+        "attention work in a step; memory is per loader worker"
     )
     return lines
 

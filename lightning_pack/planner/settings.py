@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Of :func:`document`.
 VERSION = 1
 #: Settings that a configuration names even where they are the defaults.
-_NAMED = ("capacity", "algorithm", "buffer_size", "overlength")
+_NAMED = ("capacity", "algorithm", "buffer_size", "carry_over", "multiple", "overlength", "balance")
 
 
 def settings(policy: PackingPolicy) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def settings(policy: PackingPolicy) -> dict[str, Any]:
 
 def block(plan: Plan) -> str:
     """The recommended policy as YAML, with its place in a configuration of ``fit``."""
-    return yaml.safe_dump({"data": {"packing": settings(plan.policy)}}, sort_keys=False)
+    kinds = {} if plan.sources.group_by is None else {"group_by": plan.sources.group_by}
+    return yaml.safe_dump({"data": {**kinds, "packing": settings(plan.policy)}}, sort_keys=False)
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -90,5 +91,6 @@ def _figures(each: Combination) -> Mapping[str, float]:
         "overlength_tokens": each.overlength.lost,
         "overlength_sources": each.overlength.over,
         "oldest": each.oldest,
+        "rank_imbalance": each.imbalance,
         "memory": each.memory,
     }

@@ -67,6 +67,7 @@ class Sources:
         splittable: whether ``overlength="split"`` may cut a source in pieces.
         left_out: what the encoder left out.
         whole: whether this is one whole pass over the data, and not the beginning of one.
+        group_by: field of the records that keeps them apart.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Sources:
     splittable: tuple[bool, ...] = field(repr=False)
     left_out: tuple[LeftOutCount, ...] = ()
     whole: bool = False
+    group_by: str | None = None
 
     @classmethod
     def given(cls, lengths: Sequence[int], *, most: int) -> Sources:
@@ -138,6 +140,7 @@ class Sources:
             splittable=tuple(found.splittable),
             left_out=left_out,
             whole=found.whole,
+            group_by=group_by,
         )
 
     def stream(self, policy: PackingPolicy, *, count: int) -> Stream:
