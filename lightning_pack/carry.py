@@ -25,7 +25,7 @@ _MANY = 128
 #: Sources that exact fill looks at together in a list: the time for a row grows with them.
 _WHOLE_LIST = 1024
 #: With a limit of sources in a row, so many are looked at for it: the longest and the oldest.
-_FOR_A_SHORT_ROW = 96
+_FOR_A_SHORT_ROW = 64
 #: Packs by any rule: lengths -> groups.
 Pack = Callable[[list[int]], Groups]
 
