@@ -9,8 +9,8 @@ width d, and L layers, the forward pass takes
   gated, else 2), in a mixture of experts that for each expert that a token goes to, those that all tokens share, and the router
   with ``2 h`` for each expert; and ``2 h v`` in the projection onto a vocabulary of v, which tied weights do not change;
 * for attention in each layer ``4 q d`` for each pair of a query and a key that it sees (scores, and their sum of values), of
-  which causal attention over a source of length n has ``n^2 / 2``: **causal convention**, ``2 q d * sum(n^2)`` over real lengths,
-  half of what full attention costs. A window of w keys leaves out ``(n - w)^2 / 2`` of them where n > w.
+  which causal attention over a source of length n has ``n^2 / 2``: by this causal convention ``2 q d * sum(n^2)`` over real
+  lengths, half of what full attention costs. A window of w keys leaves out ``(n - w)^2 / 2`` of them where n > w.
 
 Training takes three times that, as the backward pass has two products for each one of the forward pass (Chowdhery et al., PaLM,
 2022, appendix B, which also defines model FLOPs utilisation). What is computed again in the backward pass to save memory does
@@ -223,7 +223,6 @@ _PEAKS = {
     "L40": 181.05,
     "L40S": 362.05,
     "RTX A6000": 154.8,
-    "RTX 6000 Ada Generation": 364.2,
 }
 
 

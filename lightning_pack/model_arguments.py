@@ -52,7 +52,7 @@ def model_arguments(row: RowTensors, model: nn.Module | None = None) -> dict[str
 def takes_padding_mask(model: nn.Module) -> bool:
     """Whether the ``forward`` of a module names ``padding_mask``; what would only land in its ``**kwargs`` is not taken.
 
-    A module that :func:`torch.compile` wraps, or that another keeps as ``module`` (DistributedDataParallel does), is asked itself.
+    A module that :func:`torch.compile` wraps, or another keeps as ``module`` (DistributedDataParallel does), is asked itself.
     """
     while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
         model = inner
