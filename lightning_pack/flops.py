@@ -147,10 +147,8 @@ class ModelFlops:
             int64 ``[len(attention)]``: for each window ``sum(n^2 - max(n - window, 0)^2)``. These add up over rows.
         """
         lengths = lengths.long()
-        squares = [
-            lengths.square() if w is None else lengths.square() - (lengths - w).relu().square() for w, _ in self.attention
-        ]
-        return torch.stack(squares).sum(dim=1)
+        unseen = [torch.zeros_like(lengths) if w is None else (lengths - w).relu() for w, _ in self.attention]
+        return torch.stack([(lengths.square() - n.square()).sum() for n in unseen]) if unseen else lengths.new_zeros(0)
 
     def forward(self, *, width: int, squared_lengths: Sequence[int]) -> int:
         """Operations of the forward pass.

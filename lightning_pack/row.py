@@ -104,7 +104,7 @@ class Pack:
 class PackedBatch:
     """One packed row, ready for a model. T is its physical width, N the number of its sources.
 
-    ``model(**batch)`` passes :meth:`model_inputs`, so code written for dict batches keeps working.
+    ``model(**batch)`` passes :meth:`model_inputs` (without a padding mask), so code written for dict batches keeps working.
     """
 
     #: int64 ``[1, T]``: sources end to end, pad id in gaps.
