@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
+    from lightning_pack.context import ContextSlice
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
     from lightning_pack.energon.outage import StorageError, StorageRetry
     from lightning_pack.energon.position import DamagedDataError
     from lightning_pack.energon.worker import WorkerFailedError
+    from lightning_pack.flops import ModelFlops
     from lightning_pack.module import PackedCausalLM
     from lightning_pack.parallel import ParallelLayout
     from lightning_pack.planner import plan
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
 _HOMES = {
+    "ContextSlice": "context",
     "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
+    "ModelFlops": "flops",
     "PackedAttention": "callbacks",
     "PackedBatch": "row",
     "PackedCausalLM": "module",
@@ -42,8 +46,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "ContextSlice",
     "DamagedDataError",
     "EnergonPackDataModule",
+    "ModelFlops",
     "PackedAttention",
     "PackedBatch",
     "PackedCausalLM",

@@ -117,7 +117,7 @@ class PackedCausalLM(LightningModule):
     def forward(self, batch: PackedBatch) -> Tensor:
         """Logits ``[1, T, vocabulary]`` of a packed row."""
         assert self.model is not None
-        inputs = batch.model_inputs()
+        inputs = batch.model_inputs(self.model)
         # Without labels the model computes no loss of its own; ours is per token.
         del inputs["labels"], inputs["shift_labels"]
         return self.model(**inputs).logits

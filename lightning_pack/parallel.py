@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,16 +112,60 @@ class ParallelLayout:
         """
         if not 0 <= rank < self.context:
             raise ValueError(f"context-parallel rank {rank} does not exist: there are {self.context}")
+        lengths = np.asarray(padded_lengths, dtype=np.int64)
+        return torch.from_numpy(_places(lengths, self._chunk_lengths(lengths), chunks=self._chunks_of(rank)))
+
+    def context_slices(self, cu_seqlens_padded: Tensor, *, width: int) -> Tensor:
+        """Positions of the full row that each context-parallel rank holds (the zigzag split).
+
+        Boundaries on an accelerator are read back, which waits for it: slice before the transfer.
+
+        Args:
+            cu_seqlens_padded: ``[N+1]``, physical boundaries of the row, repeats of the last one (sources without tokens)
+                included.
+            width: of the row; the last boundary.
+
+        Returns:
+            int64 ``[context, width / context]`` on the device of the boundaries: row ``r`` is what rank ``r`` holds, in its
+            order. Every position is in it once.
+
+        Raises:
+            ValueError: if a length cannot be cut in ``2 * context`` equal chunks, or the boundaries do not go from 0 up to
+                ``width``.
+
+        Example:
+            >>> ParallelLayout(context=2).context_slices(torch.tensor([0, 8, 12]), width=12).tolist()
+            [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+        """
+        bounds = cu_seqlens_padded.cpu().numpy().astype(np.int64)
+        if bounds.ndim != 1 or not bounds.size or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+            raise ValueError(f"boundaries {bounds.tolist()} of a row start at 0 and do not fall: pass cu_seqlens_padded")
+        if bounds[-1] != width:
+            raise ValueError(
+                f"the last boundary is {bounds[-1]} and the row is {width} wide: positions after it would be on no rank; "
+                "pass physical boundaries (cu_seqlens_padded), which give the tail to the last source"
+            )
+        lengths = np.diff(bounds)
+        size = self._chunk_lengths(lengths)
+        ranks = [_places(lengths, size, chunks=self._chunks_of(rank)) for rank in range(self.context)]
+        return torch.from_numpy(np.stack(ranks)).to(cu_seqlens_padded.device)
+
+    def _chunks_of(self, rank: int) -> list[int]:
+        return [0] if self.context == 1 else [rank, 2 * self.context - 1 - rank]
+
+    def _chunk_lengths(self, lengths: np.ndarray) -> np.ndarray:
         chunks = 1 if self.context == 1 else 2 * self.context
-        offsets = [0, *accumulate(padded_lengths)]
-        kept = []
-        for source, (offset, length) in enumerate(zip(offsets, padded_lengths, strict=False)):
-            if length % chunks:
-                raise ValueError(
-                    f"source {source} of the row has a padded length of {length}, which is not divisible by "
-                    f"2 * context = {chunks}: pack with multiple={self.multiple}"
-                )
-            size = length // chunks
-            for chunk in sorted({rank, chunks - 1 - rank}):
-                kept.append(torch.arange(offset + chunk * size, offset + (chunk + 1) * size))
-        return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
+        for source in np.flatnonzero(lengths % chunks)[:1]:
+            raise ValueError(
+                f"source {source} of the row has a padded length of {lengths[source]}, which is not divisible by "
+                f"2 * context = {chunks}: pack with multiple={self.multiple}"
+            )
+        return lengths // chunks
+
+
+def _places(lengths: np.ndarray, size: np.ndarray, *, chunks: list[int]) -> np.ndarray:
+    """Positions of these chunks of every source, in source order; all chunks of a source have its ``size``."""
+    starts = (np.cumsum(lengths) - lengths)[:, None] + size[:, None] * np.array(chunks)
+    sizes = np.repeat(size, len(chunks))
+    ends = np.cumsum(sizes)
+    return np.arange(sizes.sum()) + np.repeat(starts.ravel() - (ends - sizes), sizes)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_pack.layout import RowLayout
+from lightning_pack.model_arguments import model_arguments
 
 #: Label of a position that is no target (the convention of transformers and of torch's cross entropy).
 IGNORE = -100
@@ -103,7 +104,7 @@ class Pack:
 class PackedBatch:
     """One packed row, ready for a model. T is its physical width, N the number of its sources.
 
-    ``model(**batch)`` passes :meth:`model_inputs`, so code written for dict batches keeps working.
+    ``model(**batch)`` passes :meth:`model_inputs` (without a padding mask), so code written for dict batches keeps working.
     """
 
     #: int64 ``[1, T]``: sources end to end, pad id in gaps.
@@ -197,19 +198,21 @@ class PackedBatch:
         batch.__restore_key__ = restore_key
         return batch
 
-    def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of a transformers causal model, boundaries physical (safe for causal attention everywhere)."""
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "labels": self.labels,
-            "shift_labels": self.shift_labels,
-            "cu_seq_lens_q": self.cu_seqlens_padded,
-            "cu_seq_lens_k": self.cu_seqlens_padded,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-            "use_cache": False,
-        }
+    def padding_mask(self) -> Tensor:
+        """Bool ``[1, T]``, True on pads: alignment, gaps and the tail.
+
+        For routers of mixture-of-experts models, which must not count pads. The opposite of an ``attention_mask``.
+        """
+        return self.segment_ids == 0
+
+    def model_inputs(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Keyword arguments of a transformers causal model, boundaries physical (safe for causal attention everywhere).
+
+        Args:
+            model: the module that they are for; one whose ``forward`` names ``padding_mask`` gets :meth:`padding_mask` too.
+                None, and any other model, gets no such argument.
+        """
+        return model_arguments(self, model)
 
     def __repr__(self) -> str:
         real, width = int(self.cu_seqlens[-1]), self.input_ids.shape[1]

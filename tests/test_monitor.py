@@ -1,6 +1,7 @@
 """PackingMonitor in real Trainer runs; expected numbers are counted from the sources, not from the monitor's own metrics."""
 
 import csv
+import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,8 +15,10 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
+from lightning_pack.callbacks import throughput
 from lightning_pack.callbacks.monitor import LeftOutWarning, PackingMonitor
 from lightning_pack.callbacks.work import STEPS
+from lightning_pack.flops import AttentionFlops, ModelFlops
 from lightning_pack.metrics import COUNTS
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
@@ -425,10 +428,16 @@ class RankData(LightningDataModule):
         return Loader(row(*lengths, left_out=gone) for lengths in ROWS[rank::data_parallel])
 
 
+FLOPS = ModelFlops(per_position=1000, attention=(AttentionFlops(None, 64), AttentionFlops(4, 16)))
+RATES = ("model_tflops_per_second", "mfu", "real_tokens_per_second")
+
+
 def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
     path = Path(argument["path"])
     report: dict[str, Any] = {}
-    monitor = PackingMonitor(summary=True)
+    peaks = {0: 10**12, 1: 2 * 10**12}
+    throughput.peak_flops = lambda device: peaks[int(os.environ["RANK"])]  # type: ignore[assignment]
+    monitor = PackingMonitor(flops=FLOPS, summary=True)
     data = RankData(ParallelLayout(tensor=argument["tensor"]))
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "log_every_n_steps": 1}
     with warnings.catch_warnings(record=True) as caught:
@@ -439,6 +448,9 @@ def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
     report["logged"] = sorted(name for name in run.logged_metrics if name.startswith("packing/"))
     for name in ("rank_imbalance", "rank_imbalance_epoch", "gap_to_bound_epoch"):
         report[name] = float(run.logged_metrics[f"packing/{name}"])
+    rates = {name: float(run.logged_metrics[f"packing/{name}"]) for name in RATES}
+    report["flops_per_token"] = rates["model_tflops_per_second"] * 1e12 / rates["real_tokens_per_second"]
+    report["peak"] = rates["model_tflops_per_second"] / rates["mfu"]
     report["seen"] = float(run.logged_metrics["packing/real_tokens_seen"])
     report["state"] = monitor.state_dict()["total"]
     run.save_checkpoint(path / "a.ckpt")
@@ -472,6 +484,9 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
         # The step after the resume, and the two before it.
         assert report["resumed_imbalance"] == pytest.approx(imbalances[0])
         assert report["resumed"]["imbalance"][0] == 3
+        # The second step: 7 tokens in 8 slots on rank 0, 3 x 1 in 3 x 4 on rank 1; of 49 a window of 4 leaves out 3².
+        assert report["flops_per_token"] == pytest.approx(3 * (1000 * (8 + 12) + 64 * 52 + 16 * (52 - 9)) / 10)
+        assert report["peak"] == pytest.approx(3.0)
     assert zero["logged"] == one["logged"]
     assert "packing/left_out/corrupt" in zero["logged"]
     # Rank 0 saw none itself, and is the one that tells.
@@ -488,3 +503,6 @@ def test_ranks_that_share_a_model_count_their_batches_once(tmp_path: Path) -> No
     assert zero["state"]["packs"] == 2
     assert zero["state"]["real_tokens"] == zero["seen"] == sum(map(sum, ROWS[:2]))
     assert zero["rank_imbalance"] == 1.0
+    # The work of one model, and the peak of both devices that hold it.
+    assert zero["flops_per_token"] == pytest.approx(3 * (1000 * 16 + 64 * 256 + 16 * (256 - 144)) / 16)
+    assert zero["peak"] == pytest.approx(3.0)

@@ -29,7 +29,8 @@ class PackedAttention(Callback):
 
     Raises:
         ModelRefusedError: before the first step, for a model in which sources would see each other, with the reason.
-        ValueError: for batches that are not packed, and for context parallelism.
+        ValueError: for batches that are not packed, and for context parallelism, since none of its attention kernels gathers
+            keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows for kernels of your own.
     """
 
     def __init__(self, *, monitor: bool = True, token_normalization: bool = True) -> None:
@@ -47,7 +48,7 @@ class PackedAttention(Callback):
             if size > 1:
                 raise ValueError(
                     f"{name}={size}: packed attention over context-parallel ranks needs kernels that PackedAttention does not "
-                    f"have; set {name}=1, or leave PackedAttention out and give batch.cu_seqlens_padded to kernels of your own"
+                    f"have; set {name}=1, or leave PackedAttention out and give slices (ContextSlice.of) to kernels of your own"
                 )
         # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last. Before
         # it, this callback would be visited a second time.

@@ -15,8 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pack.callbacks.interval import IntervalClock, log_values, logs_now
 from lightning_pack.callbacks.summary import Examples, add_examples, gather_examples, print_summary
 from lightning_pack.callbacks.tally import TrainingTally, sum_over_ranks
+from lightning_pack.callbacks.throughput import ModelThroughput, flops_of_module
 from lightning_pack.callbacks.totals import Totals
 from lightning_pack.callbacks.work import Imbalance
+from lightning_pack.flops import ModelFlops
 from lightning_pack.metrics import PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
@@ -41,6 +43,9 @@ class PackingMonitor(Callback):
     * ``packing/rank_imbalance``: mean over the steps of (largest / mean over ranks) of the sum of squared real lengths that a
       rank trained on in the step, which is what attention costs; 1 is equal work;
     * ``packing/real_tokens_per_second``, ``packing/target_tokens_per_second``;
+    * ``packing/model_tflops_per_second``: operations of forward and backward pass (:mod:`lightning_pack.flops`) of all devices,
+      in 1e12 per second, and ``packing/mfu``: their share of the dense bfloat16 peak of all devices, whatever the precision is.
+      The first only for known models all of whose weights are trained, the second only where every device is a known one;
     * since the run began, resumed parts included: ``packing/real_tokens_seen``, ``packing/sources_seen``,
       ``packing/packs_seen``, ``packing/left_out/<reason>`` (sources, for reasons that occurred).
 
@@ -54,11 +59,13 @@ class PackingMonitor(Callback):
     Args:
         policy: what the rows were packed with. None takes the datamodule's ``packing``; where there is none either, a row's
             slots are its physical width, and there are no ages and no gap.
+        flops: operations of the model, such as ``ModelFlops.of(config)``. None takes those of ``model.config`` of the module.
         summary: whether rank 0 prints a table at the end of fit, validate and test.
     """
 
-    def __init__(self, *, policy: PackingPolicy | None = None, summary: bool = True) -> None:
+    def __init__(self, *, policy: PackingPolicy | None = None, flops: ModelFlops | None = None, summary: bool = True) -> None:
         self.policy = policy
+        self.flops = flops
         self.summary = summary
         self._trainer: Trainer | None = None
         self._tally = TrainingTally(None, PackingMetrics())
@@ -67,6 +74,7 @@ class PackingMonitor(Callback):
         self._examples: dict[str, Examples] = {}
         self._told_left_out = self._told_other_batch = False
         self._clock = IntervalClock()
+        self._throughput: ModelThroughput | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start counting from nothing for a new trainer; a trainer that fits again goes on."""
@@ -108,6 +116,8 @@ class PackingMonitor(Callback):
         """Move the counts to the module's device, and start no clock before the first step is done."""
         self._tally.to(pl_module.device)
         self._clock.stop()
+        flops = self.flops or flops_of_module(pl_module)
+        self._throughput = None if flops is None else ModelThroughput(trainer, flops, device=pl_module.device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the counts of the last step boundary."""
@@ -119,6 +129,8 @@ class PackingMonitor(Callback):
         """Count a batch that was trained on, and log at the trainer's interval."""
         counted = self._counted("train", batch)
         self._tally.batch_ends(counted, steps=not trainer.fit_loop._should_accumulate())
+        if counted is not None and self._throughput is not None:
+            self._throughput.add(counted)
         if counted is not None and counted.left_out and not self._told_left_out:
             self._told_left_out = True
             gone = counted.left_out[0]
@@ -127,7 +139,12 @@ class PackingMonitor(Callback):
         if logs_now(trainer, pl_module):
             self._log(pl_module)
         elif self._clock.counts is None:
-            self._clock.restart(self._tally.counts)
+            self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._clock.restart(self._tally.counts)
+        if self._throughput is not None:
+            self._throughput.restart()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log ``packing/*_epoch``."""
@@ -148,6 +165,7 @@ class PackingMonitor(Callback):
             seconds = self._clock.seconds
             values["real_tokens_per_second"] = timed.real_tokens / seconds
             values["target_tokens_per_second"] = timed.target_tokens / seconds
+            values |= {} if self._throughput is None else self._throughput.rates(seconds)
         for name in ("real_tokens", "sources", "packs"):
             values[f"{name}_seen"] = getattr(stats, name)
         values.update({f"left_out/{reason}": number for reason, number in stats.left_out.items()})
@@ -155,7 +173,7 @@ class PackingMonitor(Callback):
         if stats.left_out and not self._told_left_out:
             self._told_left_out = True
             self._warn_left_out(f"{sum(stats.left_out.values())} sources are left out of training so far")
-        self._clock.restart(self._tally.counts)
+        self._restart_clock()
 
     def _warn_left_out(self, what: str) -> None:
         more = "the table at the end counts them all with examples; " if self.summary else ""

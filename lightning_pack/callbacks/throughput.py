@@ -1,0 +1,60 @@
+"""What a model does per second, and what share of what its devices could do."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_pack.callbacks.tally import sum_over_ranks
+from lightning_pack.flops import ModelFlops, UnknownModelError, peak_flops
+from lightning_pack.row import PackedBatch
+
+
+def flops_of_module(pl_module: LightningModule) -> ModelFlops | None:
+    """The operations of ``pl_module.model`` by its ``config``.
+
+    None where there is no such model, where it is not a known one, and where weights of it are frozen: their backward pass does
+    less than twice the forward pass.
+    """
+    model = getattr(pl_module, "model", None)
+    if not isinstance(model, torch.nn.Module) or not all(weight.requires_grad for weight in model.parameters()):
+        return None
+    try:
+        return ModelFlops.of(getattr(model, "config", None))
+    except UnknownModelError:
+        return None
+
+
+class ModelThroughput:
+    """Counts rows of training for their operations, on the device; a collective, once, where there are several ranks.
+
+    Args:
+        trainer: whose ranks train.
+        flops: of the model.
+        device: of this rank.
+    """
+
+    def __init__(self, trainer: Trainer, flops: ModelFlops, *, device: torch.device) -> None:
+        self._trainer = trainer
+        self._flops = flops
+        # Width, then the squared lengths of each kind of attention.
+        self._counts = torch.zeros(1 + len(flops.attention), dtype=torch.int64, device=device)
+        own = torch.tensor([peak_flops(device) or 0], dtype=torch.int64, device=device)
+        peaks = trainer.strategy.all_gather(own).reshape(-1).tolist()
+        self._peak: int | None = sum(peaks) if all(peaks) else None
+
+    def restart(self) -> None:
+        """Begin an interval."""
+        self._counts.zero_()
+
+    def add(self, batch: PackedBatch) -> None:
+        """Count a row that was trained on; waits for no device."""
+        self._counts[0] += batch.input_ids.shape[-1]
+        self._counts[1:] += self._flops.squared_lengths(batch.cu_seqlens.diff())
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Names for a logger -> rates of the interval, which lasted so long; a collective that waits for the device."""
+        width, *squared = sum_over_ranks(self._trainer, self._counts)
+        per_second = self._flops.training(width=width, squared_lengths=squared) / seconds
+        rates = {"model_tflops_per_second": per_second / 1e12}
+        return rates if self._peak is None else rates | {"mfu": per_second / self._peak}
