@@ -69,6 +69,8 @@ class TrainingStream:
         if spread.epochs is not None:
             refuse_endless(options.path, "train")
         self._asked = options.policy
+        #: With the algorithm of the dry run, once there was one.
+        self._chosen: PackingPolicy | None = None
         self._spread, self._on_mismatch = spread, on_mismatch
         self.settings = _settings(options, spread)
         loader = ExactLoader(options, workers=spread.workers(), epochs=spread.epochs, everyone=Agreement().everyone)
@@ -91,8 +93,13 @@ class TrainingStream:
         if self.policy.algorithm != "auto":
             return
         found = sample_sources(self.progress.loader.options, of=self._spread.workers().of)
-        self._pack_with(self.policy.settled(found.lengths, keys=found.groups))
+        self._chosen = self.policy.settled(found.lengths, keys=found.groups)
+        self._pack_with(self._chosen)
         rank_zero_info(f"algorithm='auto' packs this data with {self.policy.algorithm!r}")
+
+    def _begin_unsettled(self) -> None:
+        """As if nothing was restored; the loader may have been handed out before."""
+        self._pack_with(self._chosen or self._asked)
 
     def loader(self) -> ExactLoader:
         """The rows; reading begins where it is iterated."""
@@ -112,7 +119,7 @@ class TrainingStream:
         """
         self._pack_with(settled_as(self._asked, before.settings))
         changed = different_settings(before.settings, self.settings)
-        self._pack_with(self._asked)
+        self._begin_unsettled()
         if changed:
             rank_zero_warn(
                 "the data starts over from its beginning, because it changed since the last fit:\n" + "\n".join(changed)
@@ -140,6 +147,9 @@ class TrainingStream:
                 "on_damaged='skip': the data is not what it was when the checkpoint was saved; what cannot be read is left out "
                 "and counted as damaged:\n" + "\n".join(damage)
             )
+        if self.policy.algorithm == "auto":
+            # Saved before there was a choice, that is at the beginning.
+            self._begin_unsettled()
         self.progress.restore(of_rank(state["ranks"], rank=self._spread.rank, ranks=self._spread.ranks))
         self.restored = True
 
@@ -165,7 +175,7 @@ class TrainingStream:
             "on_mismatch='restart': THE DATA STARTS OVER from its beginning, so what was trained on comes again. Weights, "
             f"optimizer and step count go on from the checkpoint. The reason: {problem}"
         )
-        self._pack_with(self._asked)
+        self._begin_unsettled()
         self.progress.start_over(point)
         self.restored = True
 

@@ -441,7 +441,7 @@ def test_searches_do_not_move_the_position(
 
 
 #: Passes of a few wide rows.
-PASSES: dict[str, Any] = {"epochs": 3, "policy": {"capacity": 512, "buffer_size": 64}}
+PASSES: dict[str, Any] = {"epochs": 3, "policy": {"capacity": 512, "buffer_size": 64, "carry_over": False}}
 FINITE = {"max_epochs": 3, "limit_val_batches": 2, "accumulate_grad_batches": 4}
 
 

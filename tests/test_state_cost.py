@@ -112,24 +112,29 @@ def test_a_resume_reads_two_buffers_in_the_order_of_the_shards_and_goes_on_at_an
     settings = options(data, buffer=size)
     whole, _ = rows(settings)
     positions, keys = [], []
-    start = None
+    known = None
     for row in whole:
-        start = row.at.start or start
-        positions.append(replace(row.at, start=start))
+        # What did not change since the row before is not told again.
+        known = row.at if row.at.start is not None else known
+        assert known is not None
+        positions.append(replace(row.at, start=known.start, carried=known.carried, entered=known.entered))
         keys.append(row.batch.source_keys)
         if row.at.buffer == 3:
             break
     inside = [i for i, position in enumerate(positions) if position.buffer == 2]
     assert len(inside) > 8
-    middle = inside[len(inside) // 2]
+    middle = inside[len(inside) // 4]
     resumed, places = rows(settings, positions[middle])
     assert next(resumed).batch.source_keys == keys[middle + 1]
-    # The shuffle buffer, the packing buffer, and the first source of the next one.
+    # What was carried over, the shuffle buffer, the rest of the packing buffer, and the first source of the next one.
     assert 2 * size - 1 <= len(places.all) <= 2 * size + 2
-    again = [(place.split("[")[0], int(place.split("[")[1][:-1])) for place in places.all[: size - 1]]
-    assert len({shard for shard, _ in again}) > 1
-    assert again == sorted(again)
-    left = len(inside) - len(inside) // 2 - 1
+    carried = len(positions[middle].carried)
+    assert carried > 8
+    read = [(place.split("[")[0], int(place.split("[")[1][:-1])) for place in places.all]
+    for again in (read[:carried], read[carried : carried + size - 1]):
+        assert len({shard for shard, _ in again}) > 1
+        assert again == sorted(again)
+    left = len(inside) - len(inside) // 4 - 1
     steps = []
     for expected in keys[middle + 2 : middle + 2 + left // 2]:
         before = len(places.all)

@@ -73,7 +73,9 @@ class Saved:
 
     def read(self, state: Any, rows: int) -> int:
         """Read so many rows from a state on; how many of them there are not."""
-        loader = ExactLoader(self.data.options, workers=self.data._spread.workers(), epochs=self.data.epochs)
+        loader = ExactLoader(
+            self.data._stream.progress.loader.options, workers=self.data._spread.workers(), epochs=self.data.epochs
+        )
         loader.restore(through_a_file(state)["ranks"][0]["loader"])
         try:
             while loader.state()["epoch"] != self.data.epochs and rows > 0:
@@ -537,7 +539,7 @@ def test_passing_over_comes_to_an_end(saved: dict[str, Saved]) -> None:
     beginning = position | {"buffer": 3, "emitted": 0, "given": None, "digest": None, "skip": skip}
     state = changed(one.state, ("ranks", 0, "loader", "workers", 0, "at"), beginning)
     assert one.problem(state) is None
-    loader = ExactLoader(one.data.options, workers=one.data._spread.workers())
+    loader = ExactLoader(one.data._stream.progress.loader.options, workers=one.data._spread.workers())
     loader.restore(state["ranks"][0]["loader"])
     began = time.perf_counter()
     for _ in zip(range(12), loader, strict=False):

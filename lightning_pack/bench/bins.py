@@ -128,7 +128,7 @@ def main(args: Sequence[str]) -> None:
     )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="sets of lengths (default: all)")
     parser.add_argument("--counts", nargs="+", type=int, default=[1_000, 10_000, 100_000], help="how many lengths of each")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each packer, of which the fastest counts (default: 3)")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each packer, of which the fastest counts (default: 2)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there as JSON")
     options = parser.parse_args(args)
     if options.out is not None and not options.out.parent.is_dir():
