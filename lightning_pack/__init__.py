@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_pack.attention import isolation_check
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
@@ -35,6 +36,7 @@ _HOMES = {
     "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
     "WorkerFailedError": "energon.worker",
+    "isolation_check": "attention",
     "plan": "planner",
 }
 
@@ -54,6 +56,7 @@ __all__ = [
     "StorageRetry",
     "TokenNormalizedGradients",
     "WorkerFailedError",
+    "isolation_check",
     "plan",
 ]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_pack.attention.activation import ActivatedModel, set_attention
-from lightning_pack.attention.inspection import find_models, require_packable
+from lightning_pack.attention.inspection import ModelRefusedError, find_models, require_packable
 from lightning_pack.attention.registration import ATTENTION, STRICT_ATTENTION
 from lightning_pack.attention.verdict import IsolationVerdict, SourceIsolation
 from lightning_pack.layout import RowLayout
@@ -64,8 +64,9 @@ def isolation_check(model: nn.Module, *, tokens: int = 64, sources: int = 5, see
     lengths = _lengths(causal, tokens=tokens, sources=sources)
     row, others = _rows(causal, lengths, seed=seed)
     with torch.no_grad(), _left_as_it_was(causal):
+        # Alone first: what fails there is a fault of the model, not of packing.
+        reference, alone = _alone(causal, row)
         moved, before = _moved(causal, row, others)
-        reference, alone = _alone(causal, row, before)
         scale = float(torch.cat(before).abs().max())
     rounding = _ROUNDING.get(causal.dtype, max(_ROUNDING.values()))
     experts = any(_EXPERTS.search(type(module).__name__) for module in causal.modules())
@@ -73,7 +74,13 @@ def isolation_check(model: nn.Module, *, tokens: int = 64, sources: int = 5, see
     for number, length in enumerate(lengths):
         by, most = max(((other, moved[other][number]) for other in range(sources) if other != number), key=lambda at: at[1])
         verdicts.append(
-            SourceIsolation(number=number, tokens=length, moved=most, moved_by=by if most else None, alone=alone[number])
+            SourceIsolation(
+                number=number,
+                tokens=length,
+                moved=most,
+                moved_by=by if most else None,
+                alone=_distance(before[number], alone[number]),
+            )
         )
     return IsolationVerdict(
         model=type(causal).__name__,
@@ -156,8 +163,8 @@ def _moved(model: PreTrainedModel, row: PackedBatch, others: list[Tensor]) -> tu
     return moved, before
 
 
-def _alone(model: PreTrainedModel, row: PackedBatch, before: list[Tensor]) -> tuple[str, list[float]]:
-    """Name of the attention that each source alone was run with, and how far its logits are from those of the row."""
+def _alone(model: PreTrainedModel, row: PackedBatch) -> tuple[str, list[Tensor]]:
+    """Name of the attention that each source alone was run with, and its logits."""
     text = model.config.get_text_config()
     own = text._attn_implementation
     reference = own if own not in (ATTENTION, STRICT_ATTENTION) else "sdpa" if model._supports_sdpa else "eager"
@@ -165,18 +172,24 @@ def _alone(model: PreTrainedModel, row: PackedBatch, before: list[Tensor]) -> tu
         set_attention(model, reference)
     try:
         # Neither positions nor boundaries: what the model makes of a plain sample.
-        ids = [row.input_ids[row.segment_ids == number + 1][None] for number in range(len(before))]
+        ids = [row.input_ids[row.segment_ids == number + 1][None] for number in range(len(row.source_keys))]
         logits = [_finite(model, model(input_ids=tokens, use_cache=False).logits)[0] for tokens in ids]
     finally:
         if reference != own:
             set_attention(model, own)
-    return reference, [_distance(a, b) for a, b in zip(before, logits, strict=True)]
+    return reference, logits
 
 
 def _packed_logits(model: PreTrainedModel, row: PackedBatch) -> Tensor:
     inputs = row.model_inputs()
     del inputs["labels"], inputs["shift_labels"]
-    return model(**inputs).logits
+    try:
+        return model(**inputs).logits
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelRefusedError(
+            f"{type(model).__name__} runs a plain sample, but its code fails with boundaries in the place of a mask "
+            f"({type(error).__name__}: {error}): train it unpacked"
+        ) from error
 
 
 def _finite(model: PreTrainedModel, logits: Tensor) -> Tensor:
@@ -198,23 +211,23 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; mode, buffers and random state as before outside."""
-    modes = [(module, module.training) for module in model.modules()]
-    # Rotary frequencies that depend on the length are replaced in a forward.
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    """Evaluation mode inside; mode, attributes, buffers and random state as before outside."""
+    # Rotary frequencies that depend on the length are computed in the forward: buffers, and attributes that go with them.
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    buffers = [(module, dict(module._buffers)) for module, _ in attributes]
+    contents = [(buffer, buffer.clone()) for _, own in buffers for buffer in own.values() if buffer is not None]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         model.eval()
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
-            for module, name, buffer, content in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and not torch.equal(buffer, content):
+            for module, values in attributes:
+                vars(module).clear()
+                vars(module).update(values)
+            for module, own in buffers:
+                module._buffers.clear()
+                module._buffers.update(own)
+            for buffer, content in contents:
+                if not torch.equal(buffer, content):
                     buffer.copy_(content)

@@ -32,6 +32,11 @@ class MaskDescription:
     _boundaries: Tensor | None = field(default=None, repr=False)
     _lengths: list[int] = field(default_factory=list, repr=False)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: the model's code computes with its attention mask, and there is none over a packed row; train it unpacked"
+        )
+
     def lengths(self, boundaries: Tensor, *, total: int) -> list[int]:
         """:func:`segment_lengths`, read from the device by the first layer only."""
         if self._boundaries is not boundaries:

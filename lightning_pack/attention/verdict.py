@@ -61,13 +61,12 @@ class IsolationVerdict:
 
     def __str__(self) -> str:
         headings = ("source", "tokens", "moved by others", "differs from alone", "")
-        rows = [
-            (str(s.number), str(s.tokens), _number(s.moved), _number(s.alone), self._remark(s)) for s in self.sources
-        ]
+        rows = [(str(s.number), str(s.tokens), _number(s.moved), _number(s.alone), self._remark(s)) for s in self.sources]
         rows.append(("limit", "", _number(self.moved_limit), _number(self.alone_limit), ""))
         widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
         lines = [
-            f"  {row[0]:{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:4], widths[1:4], strict=True))
+            f"  {row[0]:{widths[0]}}"
+            + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:4], widths[1:4], strict=True))
             + (f"  {row[4]}" if row[4] else "")
             for row in (headings, *rows)
         ]
