@@ -19,8 +19,8 @@ from lightning_pack.attention.verdict import IsolationVerdict, SourceIsolation
 from lightning_pack.layout import RowLayout
 from lightning_pack.row import EncodedSource, Pack, PackedBatch
 
-#: Sources are padded to this, so that the row has gaps as well.
-_MULTIPLE = 4
+#: Sources are padded to this, so that the row has a gap as well.
+_MULTIPLE = 2
 #: Rounding of a whole forward, relative to the largest logit. Some models compute parts in float32 whatever their weights are.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: The same tokens meet the same kernels in both runs, so other sources move by nothing at all.
@@ -84,7 +84,7 @@ def isolation_check(model: nn.Module, *, tokens: int = 64, sources: int = 5, see
         )
     return IsolationVerdict(
         model=type(causal).__name__,
-        dtype=str(causal.dtype).removeprefix("torch."),
+        dtype=_name(causal.dtype),
         device=str(causal.device),
         reference=reference,
         sources=tuple(verdicts),
@@ -96,16 +96,16 @@ def isolation_check(model: nn.Module, *, tokens: int = 64, sources: int = 5, see
 
 
 def _lengths(model: PreTrainedModel, *, tokens: int, sources: int) -> list[int]:
-    """Uneven lengths with a sum of ``tokens``; the second is 1."""
-    if sources < 2 or tokens < 3 * sources:
+    """Uneven lengths with a sum of ``tokens``; the second is 1, and only there and at the end can be a gap."""
+    if sources < 3 or tokens < 3 * sources:
         raise ValueError(
-            f"tokens={tokens}, sources={sources}: the check needs at least 2 sources, and 3 tokens a source so that their "
+            f"tokens={tokens}, sources={sources}: the check needs at least 3 sources, and 3 tokens a source so that their "
             "lengths differ"
         )
-    weights = [3 + number % 3 for number in range(sources)]
-    weights[1] = 0
-    lengths = [max(1, (tokens - 1) * weight // sum(weights)) for weight in weights]
-    lengths[0] += tokens - sum(lengths)
+    weights = [0 if number == 1 else 3 + number % 3 for number in range(sources)]
+    # Even, so that neighbours touch: what hands on the last few tokens only would not get over a gap.
+    lengths = [1 if weight == 0 else (tokens - 1) * weight // sum(weights) // 2 * 2 for weight in weights]
+    lengths[-1] += tokens - sum(lengths)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and max(lengths) > most:
         raise ValueError(
@@ -173,11 +173,24 @@ def _alone(model: PreTrainedModel, row: PackedBatch) -> tuple[str, list[Tensor]]
     try:
         # Neither positions nor boundaries: what the model makes of a plain sample.
         ids = [row.input_ids[row.segment_ids == number + 1][None] for number in range(len(row.source_keys))]
-        logits = [_finite(model, model(input_ids=tokens, use_cache=False).logits)[0] for tokens in ids]
+        logits = [_finite(model, _plain_logits(model, tokens, reference))[0] for tokens in ids]
     finally:
         if reference != own:
             set_attention(model, own)
     return reference, logits
+
+
+def _plain_logits(model: PreTrainedModel, tokens: Tensor, attention: str) -> Tensor:
+    try:
+        return model(input_ids=tokens, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run a plain sample of {tokens.shape[1]} tokens in {_name(model.dtype)} on "
+            f"{model.device} under attention {attention!r}, so nothing can be said of packed rows ({error}): try another dtype or "
+            "device"
+        ) from error
 
 
 def _packed_logits(model: PreTrainedModel, row: PackedBatch) -> Tensor:
@@ -195,10 +208,14 @@ def _packed_logits(model: PreTrainedModel, row: PackedBatch) -> Tensor:
 def _finite(model: PreTrainedModel, logits: Tensor) -> Tensor:
     if not bool(torch.isfinite(logits).all()):
         raise ValueError(
-            f"{type(model).__name__} gives logits that are not finite in {str(model.dtype).removeprefix('torch.')}, so the "
+            f"{type(model).__name__} gives logits that are not finite in {_name(model.dtype)}, so the "
             "check cannot tell anything: check it in float32, and look at its weights"
         )
     return logits
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _by_source(logits: Tensor, row: PackedBatch) -> list[Tensor]:

@@ -27,8 +27,8 @@ def refuse_shared_frequencies(config: Any, lengths: Sequence[int]) -> None:
         if longest > limit and (shortest <= limit or kind == "dynamic"):
             raise ValueError(
                 f"sources of {shortest} and {longest} tokens share a row, and beyond {limit} tokens this model's rotary "
-                f"frequencies ({kind}) follow the longest source of a row, so the short one would be another than alone: set the "
-                f"capacity to {limit}, or max_sources=1, or train this model unpacked"
+                f"frequencies ({kind}) follow the longest source of a row, so the short one would be another than alone: set "
+                f"the capacity to {limit}, or max_sources=1, or train this model unpacked"
             )
 
 

@@ -115,7 +115,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         named = ", ".join(sorted(kinds))
         if named and named not in told:
             told.append(named)
-            yield f"{field} has {named}, which carry or cut across sources of one row (no seq_idx is passed on)", _UNPACKED
+            yield f"{field} has {named}, which carry or cut across sources of one row", _UNPACKED
     if getattr(text, "attention_chunk_size", None) is not None and "layer_types" not in text:
         yield f"it attends in chunks of {text.attention_chunk_size} tokens of the row, not of the source", _UNPACKED
     for field, bad in (("use_bidirectional_attention", (True, "all", "vision")), ("is_causal", (False,))):
@@ -140,7 +140,11 @@ def _module_reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         if hasattr(module, "create_position_ids_from_input_ids"):
             counting.add(kind)
     if mixers:
-        yield f"it mixes tokens of the whole row in {', '.join(sorted(mixers))}", _UNPACKED
+        layers = ", ".join(sorted(mixers))
+        yield (
+            f"it mixes tokens of the whole row in {layers} (seq_idx, which some such kernels take, is not passed on)",
+            _UNPACKED,
+        )
     if bidirectional:
         yield f"it attends in both directions in {', '.join(sorted(bidirectional))}", _UNPACKED
     if masking:
