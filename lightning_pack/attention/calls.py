@@ -30,18 +30,22 @@ def losing_calls(model: nn.Module) -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _takes_mask(kind: type[nn.Module]) -> bool:
-    return "attention_mask" in inspect.signature(kind.forward).parameters
+def _takes_mask(kind: Any) -> bool:
+    try:
+        return "attention_mask" in inspect.signature(kind.forward).parameters
+    except (TypeError, ValueError):  # compiled code
+        return False
 
 
 @lru_cache(maxsize=1024)
-def _closed_calls(kind: type[nn.Module]) -> frozenset[str]:
+def _closed_calls(kind: Any) -> frozenset[str]:
     """Children that the forward of ``kind`` calls, never with ``**kwargs`` or boundaries."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):
         return frozenset()
-    closed, opened = set(), set()
+    closed: set[str] = set()
+    opened: set[str] = set()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         for name in _child_of_self(call.func):
             handed_on = any(keyword.arg in (None, "cu_seq_lens_q") for keyword in call.keywords)

@@ -75,9 +75,10 @@ class Candidate:
             torch.manual_seed(seed)
             if self.weights is None:
                 return AutoModelForCausalLM.from_config(self.config, dtype=dtype), []
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(self.weights), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
+            model, info = loaded  # annotated as a model alone
             return model, sorted(info["missing_keys"])
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_pack.attention.activation import ActivatedModel, set_attention
 from lightning_pack.attention.inspection import ModelRefusedError, find_models, require_packable
+from lightning_pack.attention.preservation import left_as_it_was
 from lightning_pack.attention.registration import ATTENTION, STRICT_ATTENTION
 from lightning_pack.attention.verdict import IsolationVerdict, SourceIsolation
 from lightning_pack.layout import RowLayout
@@ -63,7 +62,7 @@ def isolation_check(model: nn.Module, *, tokens: int = 64, sources: int = 5, see
         raise ValueError(f"{type(causal).__name__} has no weights (device meta), so nothing can be computed: load it first")
     lengths = _lengths(causal, tokens=tokens, sources=sources)
     row, others = _rows(causal, lengths, seed=seed)
-    with torch.no_grad(), _left_as_it_was(causal):
+    with torch.no_grad(), left_as_it_was(causal):
         # Alone first: what fails there is a fault of the model, not of packing.
         reference, alone = _alone(causal, row)
         moved, before = _moved(causal, row, others)
@@ -130,7 +129,8 @@ def _rows(model: PreTrainedModel, lengths: list[int], *, seed: int) -> tuple[Pac
 
 def _plain_ids(model: PreTrainedModel) -> Tensor:
     """Token ids that stand for themselves: neither pads nor places of images."""
-    size = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
     special: set[Any] = set()
     for config in (model.config, model.config.get_text_config()):
         for name, value in config.to_dict().items():
@@ -188,8 +188,8 @@ def _plain_logits(model: PreTrainedModel, tokens: Tensor, attention: str) -> Ten
     except RuntimeError as error:
         raise ValueError(
             f"{type(model).__name__} does not run a plain sample of {tokens.shape[1]} tokens in {_name(model.dtype)} on "
-            f"{model.device} under attention {attention!r}, so nothing can be said of packed rows ({error}): try another dtype or "
-            "device"
+            f"{model.device} under attention {attention!r}, so nothing can be said of packed rows ({error}): try another "
+            "dtype or device"
         ) from error
 
 
@@ -224,27 +224,3 @@ def _by_source(logits: Tensor, row: PackedBatch) -> list[Tensor]:
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
-
-
-@contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; mode, attributes, buffers and random state as before outside."""
-    # Rotary frequencies that depend on the length are computed in the forward: buffers, and attributes that go with them.
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module, _ in attributes]
-    contents = [(buffer, buffer.clone()) for _, own in buffers for buffer in own.values() if buffer is not None]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, values in attributes:
-                vars(module).clear()
-                vars(module).update(values)
-            for module, own in buffers:
-                module._buffers.clear()
-                module._buffers.update(own)
-            for buffer, content in contents:
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)

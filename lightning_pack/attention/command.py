@@ -67,7 +67,8 @@ def main(args: list[str]) -> None:
         print("weights: drawn at random, the path has none")
     else:
         print(f"weights: of {candidate.weights}" + (f", {len(missing)} drawn at random: {_few(missing)}" if missing else ""))
-    verdict = isolation_check(model.to(torch.device(device)), **options)
+    torch.nn.Module.to(model, torch.device(device))
+    verdict = isolation_check(model, **options)
     print(verdict)
     if not verdict.isolated:
         sys.exit(1)
