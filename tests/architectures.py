@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from lightning_pack.attention import IsolationVerdict, inspect_model, isolation_check
 
@@ -40,6 +40,21 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
 
+_SHARED = {
+    **_HEADS,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
+
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 28, "patch_size": 14}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_QWEN_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+
 INTERFACE = "does not use transformers' attention interface"
 LOST = "does not hand boundaries on to attention"
 
@@ -57,11 +72,13 @@ class Architecture:
 
     def build(self) -> PreTrainedModel:
         """The model, with weights that are large enough for tokens to meet visibly."""
-        values = {**_SIZES, **self.config}
+        composite = "text_config" in self.config
+        values = self.config if composite else {**_SIZES, **self.config}
+        auto = AutoModelForImageTextToText if composite else AutoModelForCausalLM
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             config = AutoConfig.for_model(self.model_type, **{k: v for k, v in values.items() if v is not None})
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = auto.from_config(config, dtype=torch.float32)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if parameter.ndim >= 2 and "embed" not in name:
@@ -112,19 +129,22 @@ ARCHITECTURES: list[Architecture] = [
             "mistral": {**_GROUPED, "sliding_window": 4},
             "starcoder2": {**_GROUPED, "sliding_window": 4},
             "gemma3_text": {**_SCALED, **_WINDOW},
-            "gemma4_text": {
-                **_HEADS,
-                **_WINDOW,
-                "num_global_key_value_heads": 2,
-                "global_head_dim": 8,
-                "hidden_size_per_layer_input": 8,
-                "vocab_size_per_layer_input": 64,
-                "num_kv_shared_layers": 0,
-            },
             "cohere2": {**_GROUPED, **_WINDOW},
             "olmo3": {**_GROUPED, **_WINDOW},
             "exaone4": {**_GROUPED, **_WINDOW},
             "ministral": {**_HEADS, **_WINDOW},
+        },
+    ),
+    *_isolated(
+        "sliding windows, layers that share keys and values",
+        {
+            "gemma3n_text": {
+                **_SHARED,
+                "activation_sparsity_pattern": [0.0] * 4,
+                "intermediate_size": [48] * 4,
+                "laurel_rank": 4,
+            },
+            "gemma4_text": {**_SHARED, "num_global_key_value_heads": 2, "global_head_dim": 8},
         },
     ),
     *_isolated("soft-capped scores, sliding windows", {"gemma2": {**_SCALED, **_WINDOW}}),
@@ -144,6 +164,34 @@ ARCHITECTURES: list[Architecture] = [
     *_isolated(
         "latent attention, experts",
         {name: {**_LATENT, **_ROUTED, "n_group": 1, "topk_group": 1} for name in ("deepseek_v2", "deepseek_v3")},
+    ),
+    *_isolated(
+        "vision-language models, rows of text",
+        {
+            "llava": {
+                "text_config": {"model_type": "llama", **_SIZES, **_GROUPED},
+                "vision_config": {"model_type": "clip_vision_model", **_VISION},
+                "image_token_index": 60,
+            },
+            "mistral3": {
+                "text_config": {"model_type": "mistral", **_SIZES, **_HEADS},
+                "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
+                "image_token_index": 60,
+            },
+            "gemma3": {
+                "text_config": {**_SIZES, **_SCALED, **_WINDOW},
+                "vision_config": _VISION,
+                "image_token_index": 60,
+                "mm_tokens_per_image": 4,
+            },
+            **{
+                name: {"text_config": {**_SIZES, **_GROUPED, **_MROPE}, "vision_config": vision}
+                for name, vision in (
+                    ("qwen2_vl", {k: v for k, v in _QWEN_VISION.items() if k not in ("intermediate_size", "out_hidden_size")}),
+                    ("qwen2_5_vl", {k: v for k, v in _QWEN_VISION.items() if k != "embed_dim"}),
+                )
+            },
+        },
     ),
     *_refused(
         "the code takes no boundaries",
@@ -188,6 +236,17 @@ ARCHITECTURES: list[Architecture] = [
             "recurrent_gemma": _GROUPED,
             "minimax": {**_HEADS, **_LOCAL, "layer_types": ["linear_attention", "full_attention"]},
             "rwkv": {"attention_hidden_size": 32},
+        },
+    ),
+    *_refused(
+        "images and prompts seen in both directions",
+        "its attention is bidirectional",
+        {
+            "paligemma": {
+                "text_config": {"model_type": "gemma", **_SIZES, **_HEADS},
+                "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+                "image_token_index": 60,
+            }
         },
     ),
     *_refused("both directions, or positions that do not start at 0", "in both directions", {"bert": {}, "xlm-roberta": {}}),

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from lightning_pack import isolation_check
 from lightning_pack.attention import STRICT_ATTENTION, ActivatedModel, IsolationVerdict, ModelRefusedError, inspect_model
 from tests.architectures import ARCHITECTURES, BEGIN, END, README, Architecture, expected, in_readme, table
-from tests.tiny_models import forward_inputs, make_sources, pack_row, tiny_config, tiny_model
+from tests.tiny_models import LENGTHS, forward_inputs, make_sources, pack_row, tiny_config, tiny_model
 
 
 @pytest.mark.slow
@@ -230,6 +230,18 @@ def test_code_that_computes_with_a_mask_is_refused() -> None:
         isolation_check(llama(Scaling))
 
 
+def test_layers_that_share_keys_need_the_whole_row() -> None:
+    model = next(a for a in ARCHITECTURES if a.model_type == "gemma4_text").build()
+    assert model.config.num_kv_shared_layers > 0
+    ActivatedModel.of(model)
+    inputs = forward_inputs(pack_row(make_sources()))
+    assert model(**inputs).logits.shape[1] == sum(LENGTHS)
+    with pytest.raises(
+        ValueError, match=r"takes the part \(.*slice\(-2, None, None\).* of its mask: .*leave logits_to_keep at 0"
+    ):
+        model(**inputs, logits_to_keep=2)
+
+
 LONG = {
     "original_max_position_embeddings": 8,
     "eos_token_id": 2,
@@ -298,6 +310,12 @@ def test_a_folder_is_checked_with_its_weights(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert f"weights: of {tmp_path}\n" in out
     assert "Qwen2ForCausalLM (bfloat16, cpu): isolated" in out
+
+
+def test_a_vision_language_model_is_checked_by_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    next(a for a in ARCHITECTURES if a.model_type == "llava").build().config.save_pretrained(tmp_path)
+    assert check_model(tmp_path) == 0
+    assert "LlavaForConditionalGeneration (float32, cpu): isolated" in capsys.readouterr().out
 
 
 def test_a_refused_model_tells_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,13 +19,15 @@ def losing_calls(model: nn.Module) -> list[str]:
     """
     found = set()
     for module in model.modules():
-        if not _takes_mask(type(module)):
+        kind: Any = type(module)
+        if not _takes_mask(kind):
             continue
-        for name in _closed_calls(type(module)):
-            child = module._modules.get(name)
+        for name in _closed_calls(kind):
+            child: Any = module._modules.get(name)
+            child_kind: Any = type(child)
             # Embeddings count positions by the mask and attend to nothing.
-            if child is not None and not isinstance(child, nn.Embedding) and _takes_mask(type(child)):
-                found.add(f"{type(module).__name__}.{name}")
+            if child is not None and not isinstance(child, nn.Embedding) and _takes_mask(child_kind):
+                found.add(f"{kind.__name__}.{name}")
     return sorted(found)
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+#: Of vision-language models the text part is what packed rows go through.
+_AUTO: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -21,6 +23,8 @@ class Candidate:
     #: The configuration file.
     file: Path
     config: Any
+    #: The class of transformers that makes the model.
+    auto: Any
     #: Folder of the weights; None if there are none.
     weights: Path | None
 
@@ -45,15 +49,16 @@ class Candidate:
                 "is not run): give the configuration of a model that transformers has"
             )
         config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-        if type(config) not in AutoModelForCausalLM._model_mapping:
+        auto = next((auto for auto in _AUTO if type(config) in auto._model_mapping), None)
+        if auto is None:
             raise ValueError(f"{file}: {model_type!r} is no causal language model, and packed rows are for those only")
         weighty = path.is_dir() and any(True for pattern in _WEIGHTS for _ in path.glob(pattern))
-        return cls(file=file, config=config, weights=path if weighty else None)
+        return cls(file=file, config=config, auto=auto, weights=path if weighty else None)
 
     def empty(self) -> PreTrainedModel:
         """The model without memory for its weights, good for inspection."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+            return self.auto.from_config(self.config)
 
     def load(self, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, list[str]]:
         """The model, and names of the weights that were drawn at random because the folder lacks them.
@@ -74,11 +79,10 @@ class Candidate:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.weights is None:
-                return AutoModelForCausalLM.from_config(self.config, dtype=dtype), []
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                return self.auto.from_config(self.config, dtype=dtype), []
+            model, info = self.auto.from_pretrained(
                 str(self.weights), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
-            model, info = loaded  # annotated as a model alone
             return model, sorted(info["missing_keys"])
 
 
