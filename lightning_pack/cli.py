@@ -80,7 +80,7 @@ def _run(args: list[str]) -> None:
 
         inspect(args[1:])
     elif args[0] == "check-model":
-        from lightning_pack.attention.command import main as check_model
+        from lightning_pack.model_check import main as check_model
 
         check_model(args[1:])
     elif args[0] in _LIGHTNING:

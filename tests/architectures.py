@@ -202,7 +202,7 @@ ARCHITECTURES: list[Architecture] = [
             "mpt": {"hidden_size": None, "d_model": 32, "n_heads": 4, "n_layers": 2},
             "gpt_neo": {"num_hidden_layers": None, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
             "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
-            "stablelm": {},
+            "stablelm": _GROUPED,
         },
     ),
     *_refused("the code loses boundaries on the way", LOST, {"nemotron": _GROUPED}),

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,16 @@ def test_a_source_that_is_not_what_it_is_alone_is_seen() -> None:
     # The first source is in the same place either way.
     assert verdict.different == (1, 2, 3, 4)
     assert str(verdict).count("not as alone") == 4
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "mamba2", "granitemoehybrid", "lfm2", "minimax"])
+def test_the_leaks_of_refused_models_would_be_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = next(a for a in ARCHITECTURES if a.model_type == model_type).build()
+    assert inspect_model(model) != []
+    for module in ("check", "activation"):
+        monkeypatch.setattr(f"lightning_pack.attention.{module}.require_packable", lambda model: None)
+    verdict = isolation_check(model)
+    assert verdict.leaking == verdict.different == (1, 2, 3, 4)
 
 
 # --- the model afterwards ----------------------------------------------------------------------------------------------------
@@ -333,6 +346,26 @@ def test_a_model_that_is_not_isolated_ends_with_1(config_file: Path, monkeypatch
     assert not verdict.isolated
     monkeypatch.setattr("lightning_pack.attention.check.isolation_check", lambda model, **options: verdict)
     assert check_model(config_file) == 1
+
+
+def test_nothing_is_asked_of_the_hub_and_help_is_quick(config_file: Path) -> None:
+    code = (
+        "import sys\n"
+        "from lightning_pack import cli\n"
+        "try: cli.main(['check-model', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules\n"
+        f"cli.main(['check-model', {str(config_file)!r}])\n"
+        "from huggingface_hub import constants\n"
+        "assert constants.HF_HUB_OFFLINE\n"
+        "assert 'lightning' not in sys.modules\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "isolated" in done.stdout
 
 
 @pytest.mark.parametrize(
