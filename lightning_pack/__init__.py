@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_pack.attention import isolation_check
     from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
     from lightning_pack.context import ContextSlice
@@ -41,6 +42,7 @@ _HOMES = {
     "TokenNormalizedGradients": "callbacks",
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
+    "isolation_check": "attention",
     "plan": "planner",
     "register_packer": "binning",
 }
@@ -63,6 +65,7 @@ __all__ = [
     "StorageRetry",
     "TokenNormalizedGradients",
     "WorkerFailedError",
+    "isolation_check",
     "lower_bound",
     "plan",
     "register_packer",

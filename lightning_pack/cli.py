@@ -1,4 +1,4 @@
-"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, plan, look into checkpoints, measure.
+"""The ``lightning-pack`` command: train and evaluate packed models, prepare data, plan, check, measure.
 
 ``fit``, ``validate`` and ``test`` are Lightning's command line over
 :class:`~lightning_pack.module.PackedCausalLM` and :class:`~lightning_pack.datamodule.EnergonPackDataModule`, with
@@ -25,6 +25,7 @@ _COMMANDS = {
     "test": "evaluate on the split test",
     "prepare": "turn a .jsonl file, or Python's own documentation, into a dataset",
     "plan": "find out which packing suits a dataset, by dry runs over the lengths of its samples",
+    "check-model": "find out whether packed rows are safe with a model: its sources must not see each other",
     "inspect": "show what a checkpoint holds, and whether a run would go on from it",
     "bench": "measure what packing gives and costs, as ratios in one run",
 }
@@ -78,6 +79,10 @@ def _run(args: list[str]) -> None:
         from lightning_pack.checkpoints.command import main as inspect
 
         inspect(args[1:])
+    elif args[0] == "check-model":
+        from lightning_pack.model_check import main as check_model
+
+        check_model(args[1:])
     elif args[0] in _LIGHTNING:
         from lightning_pack.lightning_cli import run
 

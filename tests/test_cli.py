@@ -76,7 +76,7 @@ def refused(*args: str) -> int:
 def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("--help") == 0
     out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "prepare", "plan", "inspect", "bench"):
+    for command in ("fit", "validate", "test", "prepare", "plan", "check-model", "inspect", "bench"):
         (line,) = (line for line in out.splitlines() if line.split()[:1] == [command])
         assert len(line.split()) > 3
     assert refused() == 2

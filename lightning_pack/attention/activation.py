@@ -41,14 +41,14 @@ class ActivatedModel:
                 (config, config.use_cache) for config in _distinct(model.config, text) if hasattr(config, "use_cache")
             ),
         )
-        _set_attention(model, attention)
+        set_attention(model, attention)
         for config, _ in activated.caches:
             config.use_cache = False
         return activated
 
     def restore(self) -> None:
         """Put back attention and KV cache as they were."""
-        _set_attention(self.model, self.attention)
+        set_attention(self.model, self.attention)
         for config, use_cache in self.caches:
             config.use_cache = use_cache
 
@@ -57,7 +57,8 @@ def _distinct(*configs: Any) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def _set_attention(model: PreTrainedModel, attention: str) -> None:
+def set_attention(model: PreTrainedModel, attention: str) -> None:
+    """Set the attention implementation of the text part of ``model``."""
     config = model.config
     text = config.get_text_config()
     if text is config:

@@ -16,8 +16,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_pack.attention.calls import losing_calls
+
 #: Layer kinds whose tokens meet in attention only.
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
+#: Layer kinds that see one token at a time.
+_TOKEN_KINDS = {"mlp", "moe", "dense", "sparse"}
 #: Names under which configurations list the kinds of their layers.
 _KIND_FIELDS = ("layer_types", "layers_block_type", "block_types")
 #: Classes that mix tokens outside of attention, or choose keys over the whole row.
@@ -94,17 +98,24 @@ def _reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose cross-attention knows no sources", _UNPACKED
+    lost = losing_calls(_decoder(model))
     if not uses_attention_interface(model):
         yield "its code does not use transformers' attention interface, so boundaries would be ignored", _UNPACKED
+    elif lost:
+        yield f"its code does not hand boundaries on to attention in {', '.join(lost)}", _UNPACKED
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters:
         yield "its forward takes no position_ids, so positions cannot restart at each source", _UNPACKED
     if "cu_seq_lens_q" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         yield "its forward takes no further keyword arguments, so boundaries cannot reach attention", _UNPACKED
+    # Newer configurations give one list under several names.
+    told: list[str] = []
     for field in _KIND_FIELDS:
-        kinds = sorted(set(map(str, getattr(text, field, None) or ())) - _ATTENTION_KINDS)
-        if kinds:
-            yield f"{field} has {', '.join(kinds)}, which carry or cut across sources of one row", _UNPACKED
+        kinds = set(map(str, getattr(text, field, None) or ())) - _ATTENTION_KINDS - _TOKEN_KINDS
+        named = ", ".join(sorted(kinds))
+        if named and named not in told:
+            told.append(named)
+            yield f"{field} has {named}, which carry or cut across sources of one row", _UNPACKED
     if getattr(text, "attention_chunk_size", None) is not None and "layer_types" not in text:
         yield f"it attends in chunks of {text.attention_chunk_size} tokens of the row, not of the source", _UNPACKED
     for field, bad in (("use_bidirectional_attention", (True, "all", "vision")), ("is_causal", (False,))):
@@ -117,18 +128,35 @@ def _reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 
 def _module_reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    mixers, bidirectional = set(), set()
-    for module in (decoder if isinstance(decoder, nn.Module) else model).modules():
+    mixers, bidirectional, masking, counting = set(), set(), set(), set()
+    for module in _decoder(model).modules():
         kind = type(module).__name__
         if isinstance(module, nn.Conv1d | nn.RNNBase) or _MIXERS.search(kind):
             mixers.add(kind)
         if getattr(module, "is_causal", True) is False:
             bidirectional.add(kind)
+        if hasattr(module, "prepare_dynamic_mask"):
+            masking.add(kind)
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            counting.add(kind)
     if mixers:
-        yield f"it mixes tokens of the whole row in {', '.join(sorted(mixers))}", _UNPACKED
+        layers = ", ".join(sorted(mixers))
+        yield (
+            f"it mixes tokens of the whole row in {layers} (seq_idx, which some such kernels take, is not passed on)",
+            _UNPACKED,
+        )
     if bidirectional:
         yield f"it attends in both directions in {', '.join(sorted(bidirectional))}", _UNPACKED
+    if masking:
+        yield f"it makes a mask of its own over the whole row in {', '.join(sorted(masking))}", _UNPACKED
+    if counting:
+        yield f"its positions do not start at 0 but behind the pad id, in {', '.join(sorted(counting))}", _UNPACKED
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The part of ``model`` that text goes through; vision and audio parts tell their sources apart by themselves."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return decoder if isinstance(decoder, nn.Module) else model
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:

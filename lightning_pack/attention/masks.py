@@ -32,6 +32,24 @@ class MaskDescription:
     _boundaries: Tensor | None = field(default=None, repr=False)
     _lengths: list[int] = field(default_factory=list, repr=False)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: the model's code computes with its attention mask, and there is none over a packed row; train it unpacked"
+        )
+
+    def __getitem__(self, part: Any) -> MaskDescription:
+        """Itself, where a model slices its masks and keeps all of them (Gemma 4 does before layers that share keys).
+
+        Raises:
+            ValueError: if less is kept.
+        """
+        if any(one not in (slice(None), slice(0, None)) for one in (part if isinstance(part, tuple) else (part,))):
+            raise ValueError(
+                f"the model's code takes the part {part} of its mask: a packed row is computed whole, so leave logits_to_keep "
+                "at 0; if you do, train this model unpacked"
+            )
+        return self
+
     def lengths(self, boundaries: Tensor, *, total: int) -> list[int]:
         """:func:`segment_lengths`, read from the device by the first layer only."""
         if self._boundaries is not boundaries:

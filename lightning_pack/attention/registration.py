@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+from lightning_pack.attention.frequencies import refuse_shared_frequencies
 from lightning_pack.attention.masks import MaskDescription, describe_mask, refuse_cache, refuse_restarts
 from lightning_pack.attention.segments import segment_attention
 
@@ -104,6 +105,7 @@ def packed_attention(
         description = MaskDescription(window=None, packed=True) if attention_mask is None else attention_mask
         lengths = description.lengths(boundaries, total=query.shape[2])
         _check_longest(kwargs, lengths)
+        refuse_shared_frequencies(getattr(module, "config", None), lengths)
     outputs = [
         segment_attention(
             query[row : row + 1],
