@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -9,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
-from lightning_pack.attention.backends.base import Backend, BackendError
+from lightning_pack.attention.backends.base import USE_SEGMENTS, Backend, BackendError
 from lightning_pack.attention.backends.segments import SegmentsBackend
 from lightning_pack.attention.backends.transformer_engine import TransformerEngineBackend, te_unusable
 from lightning_pack.attention.backends.varlen import VarlenBackend, varlen_unusable
@@ -79,7 +80,8 @@ def _fastest(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype
         try:
             backend = kind()
         except BackendError as e:
-            against.append(str(e).partition("; ")[0].partition(": pip")[0].partition(": upgrade")[0])
+            # With what to install, without the advice to take another backend.
+            against.append(re.split(f"(;|, or) {re.escape(USE_SEGMENTS)}", str(e))[0])
             continue
         refusals = list(backend.refusals(model))
         if not refusals:
