@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pack.boundaries import check_offsets
 from lightning_pack.layout import RowLayout
 from lightning_pack.model_arguments import model_arguments
 
@@ -139,22 +140,26 @@ class PackedBatch:
         packs = list(packs)
         laid_out = [(pack, pack.layout) for pack in packs if pack.layout is not None]
         width = sum(layout.width for _, layout in laid_out)
-        input_ids = torch.full((1, width), pad_id, dtype=torch.int64)
-        labels = torch.full((1, width), IGNORE, dtype=torch.int64)
-        real, physical, keys = [0], [0], []
+        sources = [source for pack, _ in laid_out for source in pack.sources]
+        keys = [source.key for source in sources]
+        real, physical = [0], [0]
         ages: list[int] = []
         for pack, layout in laid_out:
             base = physical[-1]
             ages += pack.ages or [0] * len(pack.sources)
             for source, end in zip(pack.sources, layout.cu_seqlens_padded[1:].tolist(), strict=True):
-                filled = slice(physical[-1], physical[-1] + len(source))
-                input_ids[0, filled] = source.input_ids
-                labels[0, filled] = source.labels
-                # Also where an encoder says otherwise: it would be the target of the source before.
-                labels[0, filled.start] = IGNORE
-                keys.append(source.key)
                 real.append(real[-1] + len(source))
                 physical.append(base + end)
+        # Here and not at the kernels: boundaries of a layout that was made for other sources mix them without an error.
+        check_offsets(real, physical, width=width, source_keys=keys)
+        input_ids = torch.full((1, width), pad_id, dtype=torch.int64)
+        labels = torch.full((1, width), IGNORE, dtype=torch.int64)
+        for source, start in zip(sources, physical, strict=False):
+            filled = slice(start, start + len(source))
+            input_ids[0, filled] = source.input_ids
+            labels[0, filled] = source.labels
+            # Also where an encoder says otherwise: it would be the target of the source before.
+            labels[0, start] = IGNORE
         left_out = [gone for pack in packs for gone in pack.left_out]
         return cls._of(input_ids, labels, real, physical, keys, ages, left_out, ())
 

@@ -6,38 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pack.attention import segment_attention, segment_lengths, segments
-
-
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    offsets: list[int],
-    scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The formulas, one query and one head at a time; q ``[t, h, d]``, k and v ``[t, g, d]``."""
-    share = q.shape[1] // k.shape[1]
-    rows = []
-    for start, stop in itertools.pairwise(offsets):
-        for i in range(stop - start):
-            heads = []
-            for head in range(q.shape[1]):
-                group = head // share
-                seen = [j for j in range(stop - start) if (not causal or j <= i) and (window is None or j > i - window)]
-                scores = [scale * (q[start + i, head] @ k[start + j, group]) for j in seen]
-                if softcap is not None:
-                    scores = [softcap * torch.tanh(s / softcap) for s in scores]
-                extra = [] if sinks is None else [sinks[head]]
-                weights = torch.softmax(torch.stack(scores + extra), dim=0)
-                heads.append(sum(w * v[start + j, group] for w, j in zip(weights, seen, strict=False)))
-            rows.append(torch.stack(heads))
-    return torch.stack(rows)
+from lightning_pack.attention import SegmentsBackend, THDInputs, segment_attention, segment_lengths, segments
+from tests.reference_attention import reference_attention
 
 
 def random_row(total: int, *, heads: int = 4, groups: int = 2, size: int = 8, out: int = 6, seed: int = 0) -> list[Tensor]:
@@ -75,7 +45,7 @@ def test_segments_follow_the_formulas(case: str, groups: int, block: int, monkey
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_() if options.pop("sinks", False) else None
     out = segment_attention(q, k, v, boundaries=boundaries(*offsets), sinks=sinks, **options)
     flat = [x[0].transpose(0, 1) for x in (q, k, v)]
-    expected = reference(*flat, offsets=offsets, scale=8**-0.5, sinks=sinks, **options).transpose(0, 1)[None]
+    expected = reference_attention(*flat, offsets=offsets, scale=8**-0.5, sinks=sinks, **options).transpose(0, 1)[None]
     assert out.shape == (1, 4, 34, 6)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -88,11 +58,43 @@ def test_segments_follow_the_formulas(case: str, groups: int, block: int, monkey
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", ["causal", "not-causal", "everything"])
+def test_gaps_are_zero_and_seen_by_nobody(case: str) -> None:
+    options = dict(CASES[case])
+    real, physical, lengths = [0, 5, 6, 14], [0, 8, 8 + 1, 24], [5, 1, 8]
+    assert [b - a for a, b in itertools.pairwise(physical)] > lengths  # a gap inside, none after the second, one at the end
+    q, k, v = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in random_row(24)]
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_() if options.pop("sinks", False) else None
+    inputs = THDInputs(boundaries(*real), boundaries(*physical), 15, 24, pad_between_seqs=True)
+    out = SegmentsBackend()(q, k, v, inputs=inputs, sinks=sinks, **options)
+    expected = reference_attention(q, k, v, offsets=physical, lengths=lengths, scale=8**-0.5, sinks=sinks, **options)
+    assert out.shape == (24, 4, 6)
+    assert not out[5:8].any()
+    assert not out[17:].any()
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = [x for x in (q, k, v, sinks) if x is not None]
+    ours = torch.autograd.grad((out * weight).sum(), wanted)
+    assert ours[0][:5].any()
+    assert not any(gradient[5:8].any() or gradient[17:].any() for gradient in ours[:3])
+    for mine, theirs in zip(ours, torch.autograd.grad((expected * weight).sum(), wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_real_tokens_are_the_same_with_gaps_and_with_physical_boundaries() -> None:
+    q, k, v = (x.detach()[0].transpose(0, 1) for x in random_row(12))
+    real, physical = boundaries(0, 5, 8), boundaries(0, 8, 12)
+    gaps = SegmentsBackend()(q, k, v, inputs=THDInputs(real, physical, 8, 12, pad_between_seqs=True))
+    tails = SegmentsBackend()(q, k, v, inputs=THDInputs(physical, physical, 8, 12))
+    torch.testing.assert_close(gaps[[0, 1, 2, 3, 4, 8, 9, 10]], tails[[0, 1, 2, 3, 4, 8, 9, 10]], rtol=0, atol=1e-12)
+    assert tails[5:8].all()
+
+
 def test_scale_is_followed() -> None:
     q, k, v = random_row(9)
     cu = boundaries(0, 4, 9)
     flat = [x[0].transpose(0, 1) for x in (q, k, v)]
-    expected = reference(*flat, offsets=[0, 4, 9], scale=1.3).transpose(0, 1)[None]
+    expected = reference_attention(*flat, offsets=[0, 4, 9], scale=1.3).transpose(0, 1)[None]
     assert not torch.allclose(segment_attention(q, k, v, boundaries=cu), expected, atol=1e-3)
     torch.testing.assert_close(segment_attention(q, k, v, boundaries=cu, scale=1.3), expected, rtol=0, atol=1e-12)
 

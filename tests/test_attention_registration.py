@@ -42,10 +42,13 @@ def test_each_layer_follows_its_own_window(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_boundaries_are_read_once_for_all_layers() -> None:
     description = MaskDescription(window=None, packed=True)
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-    first = description.lengths(cu, total=8)
-    assert first == [3, 5]
-    assert description.lengths(cu, total=8) is first
-    assert description.lengths(torch.tensor([0, 8], dtype=torch.int32), total=8) == [8]
+    first = description.inputs(cu, total=8, max_seqlen=5)
+    assert first.lengths == [3, 5]
+    assert first.max_seqlen == 5
+    assert description.inputs(cu, total=8, max_seqlen=5) is first
+    assert description.inputs(cu, total=8, max_seqlen=5).lengths is first.lengths
+    other = description.inputs(torch.tensor([0, 8], dtype=torch.int32), total=8)
+    assert (other.lengths, other.max_seqlen) == ([8], 8)
 
 
 def refused(model: nn.Module, message: str, drop: tuple[str, ...] = (), **changes: Any) -> None:

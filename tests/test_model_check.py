@@ -133,7 +133,7 @@ def test_the_leaks_of_refused_models_would_be_seen(model_type: str, monkeypatch:
     model = next(a for a in ARCHITECTURES if a.model_type == model_type).build()
     assert inspect_model(model) != []
     for module in ("check", "activation"):
-        monkeypatch.setattr(f"lightning_pack.attention.{module}.require_packable", lambda model: None)
+        monkeypatch.setattr(f"lightning_pack.attention.{module}.require_packable", lambda model, **_: None)
     verdict = isolation_check(model)
     assert verdict.leaking == verdict.different == (1, 2, 3, 4)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from lightning_pack.attention.backends import Backend
 from lightning_pack.attention.inspection import require_packable
-from lightning_pack.attention.registration import STRICT_ATTENTION, register
+from lightning_pack.attention.registration import BACKEND_ATTRIBUTE, STRICT_ATTENTION, register
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,15 +23,16 @@ class ActivatedModel:
     caches: tuple[tuple[Any, bool | None], ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, attention: str = STRICT_ATTENTION) -> ActivatedModel:
-        """Check ``model``, set its text part to ``attention`` and switch the KV cache off.
+    def of(cls, model: PreTrainedModel, *, attention: str = STRICT_ATTENTION, backend: Backend | None = None) -> ActivatedModel:
+        """Check ``model``, set its text part to ``attention`` computed by ``backend`` and switch the KV cache off.
 
-        Vision and audio parts keep their implementation: their sources are told apart by their own boundaries.
+        Without a backend, segments are computed one by one, which every device can. Vision and audio parts keep their
+        implementation: their sources are told apart by their own boundaries.
 
         Raises:
             ModelRefusedError: if packed rows are not safe with the model.
         """
-        require_packable(model)
+        require_packable(model, backend=backend)
         register()
         text = model.config.get_text_config()
         activated = cls(
@@ -42,6 +44,10 @@ class ActivatedModel:
             ),
         )
         set_attention(model, attention)
+        if backend is not None:
+            # On the layers, because that is all that an attention function is given. No part of the state of the model.
+            for module in model.modules():
+                setattr(module, BACKEND_ATTRIBUTE, backend)
         for config, _ in activated.caches:
             config.use_cache = False
         return activated
@@ -49,6 +55,8 @@ class ActivatedModel:
     def restore(self) -> None:
         """Put back attention and KV cache as they were."""
         set_attention(self.model, self.attention)
+        for module in self.model.modules():
+            module.__dict__.pop(BACKEND_ATTRIBUTE, None)
         for config, use_cache in self.caches:
             config.use_cache = use_cache
 

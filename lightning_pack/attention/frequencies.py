@@ -10,6 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
+def chooses_frequencies(config: Any) -> bool:
+    """Whether a model's rotary frequencies depend on the longest source of a row."""
+    return next(_limits(config), None) is not None
+
+
 def refuse_shared_frequencies(config: Any, lengths: Sequence[int]) -> None:
     """Refuse a row whose longest source would change the rotary frequencies of another.
 

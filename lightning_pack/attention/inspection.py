@@ -11,11 +11,14 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_pack.attention.backends import Backend
+from lightning_pack.attention.backends.choice import backend_refusals
 from lightning_pack.attention.calls import losing_calls
 
 #: Layer kinds whose tokens meet in attention only.
@@ -76,19 +79,25 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
         yield from _outermost(child)
 
 
-def inspect_model(model: PreTrainedModel) -> list[Finding]:
-    """Every reason why packed rows would go wrong in ``model``; empty for a model that is fine as far as can be seen."""
+def inspect_model(model: PreTrainedModel, *, backend: Backend | None = None) -> list[Finding]:
+    """Every reason why packed rows would go wrong in ``model``; empty for a model that is fine as far as can be seen.
+
+    Args:
+        model: with its configuration.
+        backend: that is to compute its attention; None for one that computes everything.
+    """
     name = type(model).__name__
-    return [Finding(name, reason, way_out) for reason, way_out in _reasons(model)]
+    reasons = chain(_reasons(model), backend_refusals(backend, model) if backend is not None else ())
+    return [Finding(name, reason, way_out) for reason, way_out in reasons]
 
 
-def require_packable(model: PreTrainedModel) -> None:
+def require_packable(model: PreTrainedModel, *, backend: Backend | None = None) -> None:
     """Refuse a model with findings.
 
     Raises:
         ModelRefusedError: with all findings.
     """
-    findings = inspect_model(model)
+    findings = inspect_model(model, backend=backend)
     if findings:
         raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from lightning_pack.attention.segments import segment_lengths
+from lightning_pack.attention.thd import THDInputs
 
 #: The parts of transformers that a mask of packed causal attention is made of.
 _CAUSAL_PARTS = {"causal_mask_function", "sliding_window_overlay", "and_masks"}
@@ -29,8 +30,7 @@ class MaskDescription:
     window: int | None
     #: Whether the positions say that the row holds several sources.
     packed: bool
-    _boundaries: Tensor | None = field(default=None, repr=False)
-    _lengths: list[int] = field(default_factory=list, repr=False)
+    _inputs: THDInputs | None = field(default=None, repr=False)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -50,12 +50,18 @@ class MaskDescription:
             )
         return self
 
-    def lengths(self, boundaries: Tensor, *, total: int) -> list[int]:
-        """:func:`segment_lengths`, read from the device by the first layer only."""
-        if self._boundaries is not boundaries:
-            self._lengths = segment_lengths(boundaries, total=total)
-            self._boundaries = boundaries
-        return self._lengths
+    def inputs(self, boundaries: Tensor, *, total: int, max_seqlen: int | None = None) -> THDInputs:
+        """The inputs of all layers, made by the first; ``max_seqlen`` None reads the boundaries from the device.
+
+        Raises:
+            ValueError: for boundaries of another dtype or shape, and, where they are read, for wrong ones.
+        """
+        inputs = self._inputs
+        if inputs is None or inputs.cu_seqlens is not boundaries or inputs.total != total:
+            longest = max(segment_lengths(boundaries, total=total)) if max_seqlen is None else max_seqlen
+            inputs = THDInputs(cu_seqlens=boundaries, cu_seqlens_padded=boundaries, max_seqlen=longest, total=total)
+            self._inputs = inputs
+        return inputs
 
 
 def describe_mask(

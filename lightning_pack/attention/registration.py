@@ -1,4 +1,4 @@
-"""The attention interface of transformers, served by :func:`~lightning_pack.attention.segments.segment_attention`.
+"""The attention interface of transformers, served by the backends of packed attention.
 
 Boundaries travel as the keyword arguments ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` of the
 model's forward, which every model on the interface hands to its attention layers, also when activations are recomputed.
@@ -17,14 +17,19 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from lightning_pack.attention.frequencies import refuse_shared_frequencies
+from lightning_pack.attention.backends import Backend, SegmentsBackend
+from lightning_pack.attention.frequencies import chooses_frequencies, refuse_shared_frequencies
 from lightning_pack.attention.masks import MaskDescription, describe_mask, refuse_cache, refuse_restarts
-from lightning_pack.attention.segments import segment_attention
+from lightning_pack.attention.thd import THDInputs
 
 #: Attention implementation for packed rows, and for plain rows without boundaries.
 ATTENTION = "packed_thd"
 #: The same, but a call without boundaries is an error.
 STRICT_ATTENTION = "packed_thd_strict"
+#: Attribute of an attention layer: the backend that computes it (set by :class:`~.activation.ActivatedModel`).
+BACKEND_ATTRIBUTE = "_packed_attention_backend"
+#: Of layers without one.
+_SEGMENTS = SegmentsBackend()
 
 #: Arguments that change what attention computes and that are not served here.
 _REFUSED = ("position_bias", "attention_bias", "alibi", "score_mod", "block_mask", "head_mask", "layer_head_mask")
@@ -92,37 +97,30 @@ def packed_attention(
                 "(to generate, set another attention implementation first)"
             )
         refuse_restarts(attention_mask, kwargs.get("position_ids"), length=query.shape[2])
-        rows = query.shape[0]
-        ends = torch.tensor([0, query.shape[2]], dtype=torch.int32)
-        lengths = [query.shape[2]]
+        inputs = THDInputs.of_rows(query.shape[0], query.shape[2], device=query.device)
     else:
-        rows, ends = 1, boundaries
         if query.shape[0] != 1:
             raise ValueError(
                 f"boundaries describe one packed row, but the batch has {query.shape[0]} rows: pass one row "
                 "(PackedBatch.from_packs concatenates packs into one)"
             )
         description = MaskDescription(window=None, packed=True) if attention_mask is None else attention_mask
-        lengths = description.lengths(boundaries, total=query.shape[2])
-        _check_longest(kwargs, lengths)
-        refuse_shared_frequencies(getattr(module, "config", None), lengths)
-    outputs = [
-        segment_attention(
-            query[row : row + 1],
-            key[row : row + 1],
-            value[row : row + 1],
-            boundaries=ends,
-            lengths=lengths,
-            scale=scaling,
-            window=window,
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            dropout=dropout,
-        )
-        for row in range(rows)
-    ]
-    output = outputs[0] if rows == 1 else torch.cat(outputs)
-    return output.transpose(1, 2).contiguous(), None
+        inputs = description.inputs(boundaries, total=query.shape[2], max_seqlen=kwargs.get("max_length_q"))
+        config = getattr(module, "config", None)
+        if chooses_frequencies(config):
+            refuse_shared_frequencies(config, inputs.lengths)
+    backend: Backend = getattr(module, BACKEND_ATTRIBUTE, _SEGMENTS)
+    output = backend(
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        inputs=inputs,
+        window=window,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        dropout=dropout,
+        training=module.training,
+    )
+    return output.unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
 
 
 def _boundaries(kwargs: dict[str, Any], *, layer: str) -> Tensor | None:
@@ -138,12 +136,6 @@ def _boundaries(kwargs: dict[str, Any], *, layer: str) -> Tensor | None:
             f"max_length_q={longest_query} and max_length_k={longest_key} differ: pass PackedBatch.max_seqlen as both"
         )
     return query
-
-
-def _check_longest(kwargs: dict[str, Any], lengths: list[int]) -> None:
-    longest = kwargs.get("max_length_q")
-    if longest is not None and longest < max(lengths):
-        raise ValueError(f"max_length_q={longest} is less than the longest source of {max(lengths)} tokens: pass max_seqlen")
 
 
 def register() -> None:

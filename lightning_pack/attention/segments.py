@@ -14,7 +14,7 @@ The row ``a a a | b b`` (boundaries ``[0, 3, 5]``), causal, 1 = attends::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -79,6 +79,7 @@ def segment_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    gaps: Collection[int] = (),
 ) -> Tensor:
     """Attention inside each segment of one row.
 
@@ -94,6 +95,7 @@ def segment_attention(
         softcap: scores s become ``softcap * tanh(s / softcap)``.
         sinks: ``[Hq]``, one score a head that takes part in the softmax and attends to nothing.
         dropout: probability that a weight is dropped.
+        gaps: numbers of segments that hold no tokens; their outputs are 0.
 
     Returns:
         ``[1, Hq, T, Dv]``, dtype of ``query``.
@@ -124,7 +126,12 @@ def segment_attention(
     # torch.split and not slices: the gradient of every slice would be a zero-filled tensor of the whole row.
     sizes = list(lengths)
     parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-    return torch.cat([_segment(*part, rule) for part in parts if part[0].shape[2]], dim=2)
+    outputs = [
+        value.new_zeros(1, query.shape[1], sizes[number], value.shape[3]) if number in gaps else _segment(*part, rule)
+        for number, part in enumerate(parts)
+        if sizes[number]
+    ]
+    return torch.cat(outputs, dim=2)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lightning_pack.attention import ActivatedModel, find_models, inspect_model
+from lightning_pack.attention import ActivatedModel, BackendChoice, choose_backend, find_models, inspect_model
+from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.attention.inspection import ModelRefusedError
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
 from lightning_pack.row import PackedBatch
+
+#: First part of the trainer's precision, and the dtype in which attention is then computed.
+_COMPUTED_IN = {"bf16": torch.bfloat16, "16": torch.float16, "transformer": torch.bfloat16}
 
 
 class PackedAttention(Callback):
@@ -23,20 +30,28 @@ class PackedAttention(Callback):
     ``model(**batch)``.
 
     Args:
+        backend: what computes attention: ``te`` (TransformerEngine, CUDA), ``varlen`` (torch's variable-length kernel, CUDA,
+            half precision), ``segments`` (torch, source by source, everywhere) or ``auto``, the first of these that is
+            installed, can run here and computes what the model asks for. What was chosen, and why, is told once.
         monitor: add a :class:`~lightning_pack.callbacks.monitor.PackingMonitor` if the trainer has none.
         token_normalization: add a :class:`TokenNormalizedGradients` if the trainer has none (in ``fit``); it expects that
             ``training_step`` returns the mean loss over the target tokens of its batch.
 
     Raises:
-        ModelRefusedError: before the first step, for a model in which sources would see each other, with the reason.
+        ModelRefusedError: before the first step, for a model in which sources would see each other or that asks for what the
+            backend does not compute, with the reason.
+        BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
         ValueError: for batches that are not packed, and for context parallelism, since none of its attention kernels gathers
             keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows for kernels of your own.
     """
 
-    def __init__(self, *, monitor: bool = True, token_normalization: bool = True) -> None:
+    def __init__(self, *, backend: BackendName = "auto", monitor: bool = True, token_normalization: bool = True) -> None:
+        check_backend_name(backend)
+        self.backend: BackendName = backend
         self.monitor = monitor
         self.token_normalization = token_normalization
         self._active: list[ActivatedModel] = []
+        self._told: set[str] = set()
 
     # --- the run -------------------------------------------------------------------------------------------------------
 
@@ -68,14 +83,24 @@ class PackedAttention(Callback):
             return None
         return TokenNormalizedGradients()
 
-    def _activate(self, pl_module: LightningModule) -> None:
+    def _activate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._active:
             return
-        models = find_models(pl_module)
-        findings = [finding for model in models for finding in inspect_model(model)]
+        choices = [(model, self._choose(trainer, model)) for model in find_models(pl_module)]
+        findings = [finding for model, choice in choices for finding in inspect_model(model, backend=choice.backend)]
         if findings:
             raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))
-        self._active = [ActivatedModel.of(model) for model in models]
+        for model, choice in choices:
+            self._active.append(ActivatedModel.of(model, backend=choice.backend))
+            message = f"Packed attention of {type(model).__name__}: {choice}"
+            if message not in self._told:
+                self._told.add(message)
+                rank_zero_info(message)
+
+    def _choose(self, trainer: Trainer, model: PreTrainedModel) -> BackendChoice:
+        # What a precision plugin casts to; without one a model computes in the dtype of its weights.
+        dtype = _COMPUTED_IN.get(str(trainer.precision).partition("-")[0], model.dtype)
+        return choose_backend(self.backend, model, device=trainer.strategy.root_device, dtype=dtype)
 
     def _restore(self) -> None:
         active, self._active = self._active, []
@@ -85,19 +110,19 @@ class PackedAttention(Callback):
     # configure_model has run and the sanity check has not when each of these is called.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch."""
-        self._activate(pl_module)
+        self._activate(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch, unless ``fit`` has."""
-        self._activate(pl_module)
+        self._activate(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch."""
-        self._activate(pl_module)
+        self._activate(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch."""
-        self._activate(pl_module)
+        self._activate(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the models back as they were."""

@@ -1,0 +1,66 @@
+"""``segments``: torch's own attention, source by source. Every device and dtype, every feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_pack.attention.segments import segment_attention
+from lightning_pack.attention.thd import THDInputs
+
+
+class SegmentsBackend:
+    """The reference that can be trained on. Waits for the device once per THDInputs, where the row is not on the CPU."""
+
+    name = "segments"
+
+    def refusals(self, model: PreTrainedModel) -> Iterator[str]:
+        """None: it computes all that packed attention lets pass."""
+        yield from ()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        inputs: THDInputs,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        training: bool = False,
+    ) -> Tensor:
+        """See :class:`~.base.Backend`; places of a gap are 0, and so are their gradients.
+
+        Raises:
+            ValueError: for shapes, boundaries or options that do not fit together, and a ``max_seqlen`` that is too small.
+        """
+        longest = max(inputs.lengths)
+        if inputs.max_seqlen < longest:
+            raise ValueError(
+                f"max_length_q={inputs.max_seqlen} is less than the longest source of {longest} tokens: pass max_seqlen"
+            )
+        lengths = inputs.lengths
+        if inputs.pad_between_seqs:
+            # A gap becomes a segment of its own, so that no real token is in it; then it is cut off.
+            gaps = [room - real for room, real in zip(lengths, inputs.real_lengths, strict=True)]
+            lengths = list(chain.from_iterable(zip(inputs.real_lengths, gaps, strict=True)))
+        out = segment_attention(
+            *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+            boundaries=inputs.cu_seqlens_padded,
+            lengths=lengths,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            gaps=range(1, len(lengths), 2) if inputs.pad_between_seqs else (),
+        )
+        return out[0].transpose(0, 1)

@@ -1,0 +1,123 @@
+"""``varlen``: ``torch.nn.attention.varlen``, FlashAttention as torch brings it. CUDA, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_pack.attention.backends.base import (
+    USE_SEGMENTS,
+    BackendError,
+    head_sizes,
+    in_autocast,
+    refuse_options,
+    unsupported,
+)
+from lightning_pack.attention.thd import THDInputs
+
+#: What the kernel is given by keyword; earlier versions of torch had other arguments.
+_NEEDED = {"scale", "window_size", "enable_gqa"}
+#: Longest head that FlashAttention has a backward for.
+_LARGEST_HEAD = 256
+
+
+class VarlenBackend:
+    """One kernel call a layer; nothing waits for the device.
+
+    Raises:
+        BackendError: if this torch does not have the kernel.
+    """
+
+    name = "varlen"
+
+    def __init__(self) -> None:
+        self._kernel = _kernel()
+
+    def refusals(self, model: PreTrainedModel) -> Iterator[str]:
+        """Soft capping, dropout, sinks, and heads that FlashAttention does not take."""
+        yield from unsupported(model)
+        sizes = head_sizes(model)
+        if sizes is not None:
+            yield from _wrong_heads(*sizes)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        inputs: THDInputs,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        training: bool = False,
+    ) -> Tensor:
+        """See :class:`~.base.Backend`.
+
+        Raises:
+            BackendError: off CUDA, for other dtypes, and for what is not computed.
+        """
+        refuse_options(self.name, causal=causal, dropout=dropout, softcap=softcap, sinks=sinks, gaps=inputs.pad_between_seqs)
+        query, key, value = (tensor.contiguous() for tensor in in_autocast(query, key, value))
+        unusable = varlen_unusable(query.device, query.dtype)
+        if unusable is not None:
+            raise BackendError(f"backend 'varlen' {unusable}; {USE_SEGMENTS}")
+        for refusal in _wrong_heads(query.shape[-1], value.shape[-1]):
+            raise BackendError(f"backend 'varlen' does not compute {refusal}; {USE_SEGMENTS}")
+        return self._kernel(
+            query,
+            key,
+            value,
+            inputs.cu_seqlens,
+            inputs.cu_seqlens,
+            inputs.max_seqlen,
+            inputs.max_seqlen,
+            scale=scale,
+            # Both ends count: a window of W tokens reaches W - 1 to the left.
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+def varlen_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run there; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, and the model is on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        computed_in = str(dtype).removeprefix("torch.")
+        return f"computes in bfloat16 and float16, and the model in {computed_in} (precision='bf16-mixed' changes that)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    return None
+
+
+def _wrong_heads(size: int, value_size: int) -> Iterator[str]:
+    if size != value_size:
+        yield f"heads of {size} with values of {value_size} (both have to be equal)"
+    if size % 8 or size > _LARGEST_HEAD:
+        yield f"heads of {size} (only multiples of 8 up to {_LARGEST_HEAD})"
+
+
+def _kernel() -> Callable[..., Tensor]:
+    try:
+        kernel = import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError) as e:
+        raise BackendError(
+            f"backend 'varlen' needs torch.nn.attention.varlen, which torch {torch.__version__} does not have: upgrade torch, "
+            f"or {USE_SEGMENTS}"
+        ) from e
+    missing = sorted(_NEEDED - inspect.signature(kernel).parameters.keys())
+    if missing:
+        raise BackendError(
+            f"backend 'varlen' needs varlen_attn with {', '.join(missing)}, which torch {torch.__version__} does not have: "
+            f"upgrade torch, or {USE_SEGMENTS}"
+        )
+    return kernel
