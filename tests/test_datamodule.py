@@ -247,7 +247,7 @@ def test_a_checkpoint_saved_before_the_first_step_is_the_beginning(numbers: Path
     assert again.trained == module.trained
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2])
 def test_a_run_killed_with_signal_9_continues_with_the_same_batches(numbers: Path, tmp_path: Path, workers: int) -> None:
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
     base = Options(
@@ -271,7 +271,7 @@ def test_a_run_killed_with_signal_9_continues_with_the_same_batches(numbers: Pat
     assert {at: set(digests) for at, digests in seen.items()} == {at: {d} for at, d in whole.trained.items()}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2])
 def test_ctrl_c_saves_the_position(numbers: Path, tmp_path: Path, workers: int) -> None:
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
     options = Options(

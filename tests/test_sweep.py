@@ -39,7 +39,7 @@ def test_a_sample_has_every_setting(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "number"), [(1, 6), (2, 4)])
+@pytest.mark.parametrize(("ranks", "number"), [(1, 4), (2, 3)])
 def test_stopped_and_resumed_runs_do_what_the_uninterrupted_one_does(
     seed: int, tmp_path: Path, ranks: int, number: int
 ) -> None:
@@ -53,13 +53,13 @@ def test_stopped_and_resumed_runs_do_what_the_uninterrupted_one_does(
 
 @pytest.mark.slow
 def test_killed_at_random_moments(seed: int) -> None:
-    command = [sys.executable, "-m", "tests.sweep", "--kills", "8", "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.sweep", "--kills", "6", "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, f"seed {seed}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
     found = re.search(r"^\{.*\}\s*\Z", done.stdout, re.DOTALL | re.MULTILINE)
     assert found is not None
     figures = json.loads(found[0])
-    assert figures["kills"] == 8
+    assert figures["kills"] == 6
     assert figures["resumes"] > 0
 
 

@@ -49,7 +49,7 @@ def test_the_rows_of_all_ranks_go_on(numbers: Path, old: tuple[int, int], monkey
     reference.end()
     for new in TOPOLOGIES:
         # Not at the beginning of a turn of the workers, where that is possible.
-        for rows in (4, 12, 16 + old[0]):
+        for rows in (4, 12 + old[0]):
             ranks = Ranks(numbers, *old, monkeypatch, **options)
             got = ranks.train(rows)
             resumed = Ranks(numbers, *new, monkeypatch, state=ranks.end(), **options)
