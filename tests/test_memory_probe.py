@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torchmetrics import MeanMetric
@@ -25,7 +26,14 @@ from tests.numbers_data import NumberEncoder
 from tests.ranks import on_ranks
 from tests.tiny_models import Rows, make_sources, pack_row, quiet_trainer, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:source .* is left out of training"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:.*sources are left out of training so far"),
+    # The step leaves a layer in evaluation mode, and a second fit finds it there.
+    pytest.mark.filterwarnings("ignore:Found 1 module.* in eval mode"),
+]
 
 IDS = torch.arange(5, 30)
 
@@ -39,7 +47,6 @@ class Drawing(pl.LightningModule):
         self.model = tiny_model("llama", attention_dropout=0.0, vocab_size=600)
         self.norm = nn.BatchNorm1d(600)
         self.dropout = nn.Dropout(0.2)
-        self.norm.eval()
         self.norm.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.mean = MeanMetric()
         self.keys: list[list[str]] = []
@@ -48,11 +55,12 @@ class Drawing(pl.LightningModule):
         self.steps = 0
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        self.norm.train()
         logits = self.model(**{k: v for k, v in batch.model_inputs().items() if k not in ("labels", "shift_labels")}).logits
         logits = self.dropout(self.norm(logits[0])) * (1 + random.random() + np.random.rand()) / 2  # noqa: NPY002
         loss = nn.functional.cross_entropy(logits, batch.shift_labels[0])
         self.norm.calls += 1
+        # The first step is the only one in training mode.
+        self.norm.eval()
         self.mean.update(loss.detach())
         self.keys.append(batch.source_keys)
         self.recent.append(loss.item())
@@ -165,37 +173,28 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without(numbers: Path, tmp_path
 
 
 def two_ranks(argument: dict[str, Any]) -> dict[str, Any]:
-    """Digests of the weights, with and without the probe, under DDP as it is and with a static graph."""
-    from lightning.pytorch.strategies import DDPStrategy
-
-    found: dict[str, Any] = {}
-    for static in (False, True):
-        ends = []
-        for probe in (False, True):
-            trainer, module, callback = fit(
-                argument["data"],
-                probe=probe,
-                steps=3,
-                devices=2,
-                strategy=DDPStrategy(process_group_backend="gloo", static_graph=static),
-            )
-            ends.append(remains(trainer, module))
-        found[f"static={static}"] = [differences(*ends), len(callback.rows), ends[0]["own"][3]]
-    found["keys"] = ends[0]["own"][0]
-    refused = Narrow(rank=1)
-    try:
-        fit(argument["data"], probe=True, steps=1, devices=2, strategy="ddp", module=refused)
-    except MemoryProbeError as error:
-        found["error"] = str(error)
+    """What differs between runs with and without the probe, and what is said where it fails."""
+    data_at, group = argument["data"], {"devices": 2, "strategy": "ddp"}
+    without, probed = (fit(data_at, probe=probe, steps=3, **group) for probe in (False, True))
+    ends = [remains(*run[:2]) for run in (without, probed)]
+    found: dict[str, Any] = {"differences": differences(*ends), "rows": len(probed[2].rows), "keys": ends[0]["own"][0]}
+    # Only one rank runs out of memory.
+    with pytest.raises(MemoryProbeError) as raised:
+        fit(data_at, probe=True, steps=1, module=Narrow(rank=1), **group)
+    found["error"] = str(raised.value)
+    static = DDPStrategy(process_group_backend="gloo", static_graph=True)
+    with pytest.raises(ValueError, match=r"static graph: leave static_graph=True out.*probe_memory=False"):
+        fit(data_at, probe=True, steps=1, devices=2, strategy=static)
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_neither_differ_nor_hang(numbers: Path, tmp_path: Path) -> None:
-    first, second = on_ranks("tests.test_memory_probe:two_ranks", {"data": str(numbers)}, folder=tmp_path, timeout=100)
+    first, second = on_ranks("tests.test_memory_probe:two_ranks", {"data": str(numbers)}, folder=tmp_path, timeout=150)
+    assert len(first["keys"]) == 3
     assert first["keys"] != second["keys"]
     for rank in (first, second):
-        assert rank["static=False"] == rank["static=True"] == [[], 2, 3]
-    # Memory that runs out on one rank ends both.
+        assert (rank["differences"], rank["rows"]) == ([], 2)
     assert "another rank ran out of it" in first["error"]
     assert "Tried to allocate" in second["error"]
 
@@ -280,7 +279,6 @@ def test_without_packing_rules_the_probe_is_refused() -> None:
     [
         ({"capacity": 64, "multiple": 4}, [[64], [4] * 16]),
         ({"capacity": 64}, [[64], [2] * 32]),
-        ({"capacity": 65, "multiple": 4}, [[64], [4] * 16]),
         ({"capacity": 63}, [[63], [3] + [2] * 30]),
         ({"capacity": 64, "max_sources": 3, "multiple": 4}, [[64], [24, 20, 20]]),
         ({"capacity": 64, "max_sources": 1}, [[64]]),

@@ -66,6 +66,12 @@ class MemoryProbe:
                 f"probe_memory=True: a step under {type(strategy).__name__} is not known to leave no trace in its engine: use "
                 f"a single device or DDPStrategy, {_OFF}"
             )
+        if getattr(strategy.model, "static_graph", False):
+            # DDP counts backward passes also where it has not seen the forward, and takes the first for the graph of all.
+            raise ValueError(
+                "probe_memory=True: DistributedDataParallel would take the probe's step for the first one of its static graph: "
+                f"leave static_graph=True out, {_OFF}"
+            )
         datamodule = getattr(trainer, "datamodule", None)
         policy = getattr(datamodule, "packing", None)
         if not isinstance(policy, PackingPolicy):

@@ -35,11 +35,11 @@ def missing_state(optimizer: Optimizer) -> list[Tensor]:
         groups.append({**group, **plain, "params": stand_ins})
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer))
-    hooks = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
     vars(copy).update(hooks, param_groups=groups, state=defaultdict(dict))
     try:
         # The class's own: a learning-rate schedule has put a counting one in front of that of the object.
-        type(optimizer).step(copy)  # type: ignore[call-arg]
+        type(optimizer).step(copy)
     except (RuntimeError, NotImplementedError):
         # One that reads numbers of its gradients, or that needs a closure.
         return []
