@@ -22,9 +22,10 @@ from lightning_pack.callbacks import PackedAttention
 from lightning_pack.callbacks.heaviest_rows import heaviest_rows, ordinary_token_ids
 from lightning_pack.callbacks.memory_probe import MemoryProbeError
 from lightning_pack.callbacks.optimizer_memory import missing_state
+from lightning_pack.module import PackedCausalLM
 from tests.numbers_data import NumberEncoder
 from tests.ranks import on_ranks
-from tests.tiny_models import Rows, make_sources, pack_row, quiet_trainer, tiny_model
+from tests.tiny_models import Rows, make_sources, pack_row, quiet_trainer, tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -50,8 +51,8 @@ class Drawing(pl.LightningModule):
         self.norm.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.mean = MeanMetric()
         self.keys: list[list[str]] = []
-        self.recent: deque[float] = deque(maxlen=2)
-        self.nested: dict[str, Any] = {"seen": {"widths": []}}
+        self.recent: deque[float] = deque([0.5], maxlen=2)
+        self.nested: dict[str, Any] = {"seen": {"widths": [0]}}
         self.steps = 0
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
@@ -98,8 +99,8 @@ class Probed(PackedAttention):
         self.rows = rows
 
 
-def data(folder: str | Path) -> EnergonPackDataModule:
-    policy = PackingPolicy(capacity=64, buffer_size=16, multiple=4, algorithm="exact_fill")
+def data(folder: str | Path, *, capacity: int = 64) -> EnergonPackDataModule:
+    policy = PackingPolicy(capacity=capacity, buffer_size=16, multiple=4, algorithm="exact_fill")
     return EnergonPackDataModule(str(folder), encoder=NumberEncoder(), packing=policy, num_workers=0, packs_per_batch=2)
 
 
@@ -230,6 +231,51 @@ def test_memory_that_runs_out_names_the_row_and_what_to_lower(
     assert differences(before, dict(module.state_dict())) == []
     assert all(parameter.grad is None for parameter in module.parameters())
     assert (module.keys, module.model.config._attn_implementation) == ([], "sdpa")
+
+
+def test_memory_that_really_runs_out_on_the_cpu(numbers: Path) -> None:
+    resource = pytest.importorskip("resource")
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs to know its own address space")
+    # The logits of a full row take 640 MiB, those of the rows of the data 5 MiB.
+    module = PackedCausalLM(tiny_config("llama", vocab_size=20480, hidden_size=8, intermediate_size=8, num_hidden_layers=1))
+    trainer = quiet_trainer(callbacks=[PackedAttention(probe_memory=True)], max_steps=1, limit_val_batches=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(statm.read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, hard))
+    try:
+        with pytest.raises(MemoryProbeError, match=r"1 source of 4096 tokens in each of 2 packs.*What was said: .*llocat"):
+            trainer.fit(module, data(numbers, capacity=4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class Giving(pl.Callback):
+    """Gives some parameters a gradient before the probe runs; Lightning has taken away all others."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.given = [torch.full_like(parameter, 0.5) for parameter in list(pl_module.parameters())[:3]]
+        for parameter, gradient in zip(pl_module.parameters(), self.given, strict=False):
+            parameter.grad = gradient
+
+
+class Looking(pl.Callback):
+    """Looks at the gradients once the probe has run."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = [parameter.grad for parameter in pl_module.parameters()]
+        self.values = [gradient.unique().tolist() for gradient in self.found if gradient is not None]
+
+
+def test_gradients_that_were_there_stay_there(numbers: Path) -> None:
+    giving, looking, probed = Giving(), Looking(), Probed(probe_memory=True)
+    trainer = quiet_trainer(callbacks=[giving, probed, looking], max_steps=1, limit_val_batches=0)
+    trainer.fit(Drawing(), data(numbers))
+    assert len(probed.rows) == 2
+    assert [found is given for found, given in zip(looking.found, giving.given, strict=False)] == [True] * 3
+    assert set(looking.found[3:]) == {None}
+    assert looking.values == [[0.5]] * 3
 
 
 def test_other_errors_of_a_step_stay_what_they_are(numbers: Path) -> None:
