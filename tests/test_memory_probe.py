@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torchmetrics import MeanMetric
@@ -20,8 +20,9 @@ from torchmetrics import MeanMetric
 from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.callbacks.heaviest_rows import heaviest_rows, ordinary_token_ids
-from lightning_pack.callbacks.memory_probe import MemoryProbeError
+from lightning_pack.callbacks.memory_probe import MemoryProbe, MemoryProbeError
 from lightning_pack.callbacks.optimizer_memory import missing_state
+from lightning_pack.cli import _is_for_users
 from lightning_pack.module import PackedCausalLM
 from tests.numbers_data import NumberEncoder
 from tests.ranks import on_ranks
@@ -228,6 +229,8 @@ def test_memory_that_runs_out_names_the_row_and_what_to_lower(
     with pytest.raises(MemoryProbeError, match=message) as raised:
         fit(numbers, probe=True, steps=1, module=module)
     assert type(raised.value.__cause__) is error
+    # The command line prints it without a traceback.
+    assert _is_for_users(raised.value)
     assert differences(before, dict(module.state_dict())) == []
     assert all(parameter.grad is None for parameter in module.parameters())
     assert (module.keys, module.model.config._attn_implementation) == ([], "sdpa")
@@ -307,6 +310,9 @@ def test_what_cannot_be_probed_without_a_trace_is_refused(numbers: Path) -> None
         trainer.fit(Manual(), data(numbers))
     with pytest.raises(ValueError, match=r"Changing changes weights in place.*on_train_batch_end"):
         fit(numbers, probe=True, steps=1, module=Changing())
+    sharded = quiet_trainer(strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match=r"under ModelParallelStrategy is not known.*a single device or DDPStrategy"):
+        MemoryProbe(sharded, Drawing())
 
 
 class Loader(LightningDataModule):

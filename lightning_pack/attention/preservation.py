@@ -54,7 +54,7 @@ class _Held:
     def add(self, value: Any) -> None:
         """Note what ``value`` holds, and what its elements hold."""
         if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and id(value) not in self._tensors:
+            if not isinstance(value, nn.Parameter) and not value.is_meta and id(value) not in self._tensors:
                 self._tensors[id(value)] = (value, value.detach().cpu().clone())
         elif isinstance(value, dict | list | set | deque) and id(value) not in self._containers:
             elements = _elements(value)

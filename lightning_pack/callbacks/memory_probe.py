@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, XLAStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -49,7 +49,7 @@ class MemoryProbe:
 
     Raises:
         ValueError: for manual optimization, a strategy with which the probe is not known to leave no trace, and a fit whose
-            packing rules are not known.
+            packing rules are not known. :meth:`run` raises it for a step that changes weights in place.
     """
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,8 +60,9 @@ class MemoryProbe:
                 f"probe_memory=True: {type(pl_module).__name__} optimizes manually, so its training_step would change the "
                 f"weights: use automatic optimization, {_OFF}"
             )
-        # Also for subclasses: these send gradients on in ways of their own.
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+        # These are DDP strategies by name only.
+        if not known or isinstance(strategy, DeepSpeedStrategy | XLAStrategy):
             raise ValueError(
                 f"probe_memory=True: a step under {type(strategy).__name__} is not known to leave no trace in its engine: use "
                 f"a single device or DDPStrategy, {_OFF}"
@@ -133,7 +134,8 @@ class MemoryProbe:
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         module._current_fx_name = "training_step"
-        versions = [parameter._version for parameter in trained]
+        weights = list(module.parameters())
+        versions = [weight._version for weight in weights]
         with trainer.precision_plugin.train_step_context():
             # The module itself, not what a strategy puts around it: no gradient is sent to another rank.
             output = module.training_step(batch, 0)
@@ -143,7 +145,7 @@ class MemoryProbe:
                 parameter.grad = None
         if isinstance(loss, Tensor):
             module.backward(loss)
-        if [parameter._version for parameter in trained] != versions:
+        if [weight._version for weight in weights] != versions:
             raise ValueError(
                 f"probe_memory=True: training_step of {type(module).__name__} changes weights in place, which cannot be taken "
                 f"back: start again with its weights as they were, and change them in on_train_batch_end, {_OFF}"
