@@ -159,6 +159,7 @@ def _prepare(args: list[str]) -> None:
 _ANSWERS = (
     ("lightning.fabric.utilities.exceptions", "MisconfigurationException"),
     ("lightning_pack.energon.worker", "WorkerFailedError"),
+    ("lightning_pack.callbacks.memory_probe", "MemoryProbeError"),
 )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lightning_pack.attention import ActivatedModel, BackendChoice, choose_backend, find_models, inspect_model
 from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.attention.inspection import ModelRefusedError
+from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
 from lightning_pack.row import PackedBatch
 
@@ -36,8 +37,11 @@ class PackedAttention(Callback):
         monitor: add a :class:`~lightning_pack.callbacks.monitor.PackingMonitor` if the trainer has none.
         token_normalization: add a :class:`TokenNormalizedGradients` if the trainer has none (in ``fit``); it expects that
             ``training_step`` returns the mean loss over the target tokens of its batch.
+        probe_memory: before the first step of a fit, run a step on each of the heaviest rows that the datamodule's packing
+            rules allow, and leave everything as it was (see :class:`~lightning_pack.callbacks.memory_probe.MemoryProbe`).
 
     Raises:
+        MemoryProbeError: if such a row does not fit in memory, with what to lower.
         ModelRefusedError: before the first step, for a model in which sources would see each other or that asks for what the
             backend does not compute, with the reason.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
@@ -45,11 +49,19 @@ class PackedAttention(Callback):
             keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows for kernels of your own.
     """
 
-    def __init__(self, *, backend: BackendName = "auto", monitor: bool = True, token_normalization: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        backend: BackendName = "auto",
+        monitor: bool = True,
+        token_normalization: bool = True,
+        probe_memory: bool = False,
+    ) -> None:
         check_backend_name(backend)
         self.backend: BackendName = backend
         self.monitor = monitor
         self.token_normalization = token_normalization
+        self.probe_memory = probe_memory
         self._active: list[ActivatedModel] = []
         self._told: set[str] = set()
 
@@ -111,6 +123,14 @@ class PackedAttention(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch."""
         self._activate(trainer, pl_module)
+        if self.probe_memory:
+            # Refuses what it cannot run, before the sanity check.
+            MemoryProbe(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Probe the memory, with everything restored that a checkpoint holds."""
+        if self.probe_memory:
+            MemoryProbe(trainer, pl_module).run()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch, unless ``fit`` has."""
