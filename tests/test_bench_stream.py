@@ -52,13 +52,17 @@ def test_eight_ranks_do_about_the_same_work_in_a_step() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "stream.json"
     cli.main(
-        ["bench", "stream", "--count", "600", "--sets", "A", "C", "--buffer-sizes", "16", "--ranks", "2", "--out", str(out)]
+        ["bench", "stream", "--count", "600", "--sets", "A", "C", "--buffer-sizes", "16", "--ranks", "2", "--loader"]
+        + ["--out", str(out)]
     )
     printed = capsys.readouterr().out
     written = json.loads(out.read_text())
     assert len(written["fill"]) == 2 * 5
     for line in written["fill"]:
         assert f"{line['name']:26} fill {line['fill']:7.2%}" in printed
+    planned = {line["set_name"]: line["fill"] for line in written["fill"] if line["name"].startswith("auto")}
+    assert {line["set_name"]: line["fill"] for line in written["loader"]} == pytest.approx(planned)
+    assert printed.count("(real loader)") == 2
     assert "attention work of 2 ranks" in printed
     assert written["balance"]["ranks"] == 2
     with pytest.raises(SystemExit) as stop:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_pack.bench.bins import SETS, drawn, next_fit
+from lightning_pack.bench.stream_loader import loaded
 from lightning_pack.binning import Groups, lower_bound
 from lightning_pack.energon.sampling import MOST_SAMPLED
 from lightning_pack.planner.balance import RankBalance, rank_balance
@@ -133,6 +134,9 @@ def main(args: Sequence[str]) -> None:
     )
     parser.add_argument("--buffer-sizes", nargs="+", type=int, default=list(_BUFFER_SIZES), help="in sources")
     parser.add_argument("--ranks", type=int, default=8, help="whose work is compared, on set A (default: 8)")
+    parser.add_argument(
+        "--loader", action="store_true", help="also write each set as a dataset and read it through the real loader"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there as JSON")
     options = parser.parse_args(args)
     for name, values, least in (
@@ -145,12 +149,16 @@ def main(args: Sequence[str]) -> None:
                 parser.error(f"--{name} {value}: at least {least} is needed")
     if options.out is not None and not options.out.parent.is_dir():
         parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
-    lines = []
+    lines, read = [], []
     for name in options.sets:
         print(f"set {name}, {options.count:,} lengths, capacity {SETS[name][1]:,}", flush=True)
         for line in measured(name, count=options.count, buffer_sizes=options.buffer_sizes):
             print(line, flush=True)
             lines.append(line)
+        for size in options.buffer_sizes if options.loader else ():
+            through = loaded(name, count=options.count, buffer_size=size)
+            print(f"{through} (real loader)", flush=True)
+            read.append(through)
     balance = balanced(count=options.count, ranks=options.ranks)
     print(
         f"set {_BALANCED_SET}, attention work of {balance.ranks} ranks in a step, largest / mean, mean of {balance.steps:,} "
@@ -160,6 +168,14 @@ def main(args: Sequence[str]) -> None:
         print(f"  balance='quadratic', window {window.window:4}: {window.imbalance:.2f}")
     if options.out is not None:
         options.out.write_text(
-            json.dumps({"fill": [asdict(line) for line in lines], "balance": asdict(balance)}, indent=2) + "\n"
+            json.dumps(
+                {
+                    "fill": [asdict(line) for line in lines],
+                    "loader": [asdict(line) for line in read],
+                    "balance": asdict(balance),
+                },
+                indent=2,
+            )
+            + "\n"
         )
         print(f"written: {options.out}")
