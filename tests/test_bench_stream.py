@@ -51,10 +51,8 @@ def test_eight_ranks_do_about_the_same_work_in_a_step() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "stream.json"
-    cli.main(
-        ["bench", "stream", "--count", "600", "--sets", "A", "C", "--buffer-sizes", "16", "--ranks", "2", "--loader"]
-        + ["--out", str(out)]
-    )
+    size = ["--count", "600", "--sets", "A", "C", "--buffer-sizes", "16", "--ranks", "2"]
+    cli.main(["bench", "stream", *size, "--loader", "--out", str(out)])
     printed = capsys.readouterr().out
     written = json.loads(out.read_text())
     assert len(written["fill"]) == 2 * 5
