@@ -17,7 +17,7 @@ _ARGUMENTS = (
     "SymInt max_seqlen, float? scale, bool causal, int? window, float? softcap"
 )
 
-#: ``(query, key, value, *, sinks, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, causal, window, softcap)`` -> output.
+#: ``(query, key, value, cu_seqlens, cu_seqlens_padded, *, max_seqlen, scale, causal, window, softcap, sinks)`` -> output.
 Compute = Callable[..., Tensor]
 
 
@@ -30,7 +30,7 @@ def segment_operator(compute: Compute) -> Compute:
 
     Args:
         compute: the attention; ``query [T, Hq, D]``, ``key [T, Hk, D]``, ``value [T, Hk, Dv]`` -> ``[T, Hq, Dv]``.
-            ``cu_seqlens_padded`` is None unless there are gaps. All arguments but the first three come by keyword.
+            ``cu_seqlens_padded`` is None unless there are gaps.
     """
 
     def forward(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *rule: Any) -> Tensor:
@@ -71,6 +71,7 @@ def segment_operator(compute: Compute) -> Compute:
     return operator
 
 
-def _called(compute: Compute, query: Any, key: Any, value: Any, sinks: Any, *rule: Any) -> Tensor:
-    names = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "scale", "causal", "window", "softcap")
-    return compute(query, key, value, sinks=sinks, **dict(zip(names, rule, strict=True)))
+def _called(compute: Compute, *arguments: Any) -> Tensor:
+    query, key, value, sinks, cu_seqlens, cu_seqlens_padded, *rule = arguments
+    names = ("max_seqlen", "scale", "causal", "window", "softcap")
+    return compute(query, key, value, cu_seqlens, cu_seqlens_padded, sinks=sinks, **dict(zip(names, rule, strict=True)))

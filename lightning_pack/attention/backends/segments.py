@@ -20,7 +20,7 @@ class SegmentsBackend:
     """The reference that can be trained on. Waits for the device once per THDInputs, where the row is not on the CPU.
 
     Under :func:`torch.compile` each call is one operator, so that no graph depends on the lengths of the sources; it then waits
-    for the device once per call, and once more in the backward pass.
+    for the device once per call, and once more in the backward pass. With dropout the compiler leaves attention out of its graphs.
     """
 
     name = "segments"
@@ -51,9 +51,19 @@ class SegmentsBackend:
         """
         if torch.compiler.is_compiling():
             if dropout:
-                raise ValueError(
-                    f"dropout={dropout} of attention weights under torch.compile: backend 'segments' computes attention again "
-                    "in the backward pass and would drop other weights; set attention_dropout=0, or do not compile the model"
+                return _uncompiled(
+                    query,
+                    key,
+                    value,
+                    inputs.cu_seqlens,
+                    inputs.cu_seqlens_padded if inputs.pad_between_seqs else None,
+                    max_seqlen=inputs.max_seqlen,
+                    scale=scale,
+                    causal=causal,
+                    window=window,
+                    softcap=softcap,
+                    sinks=sinks,
+                    dropout=dropout,
                 )
             rule = (inputs.max_seqlen, scale, causal, window, softcap)
             gaps = inputs.cu_seqlens_padded if inputs.pad_between_seqs else None
@@ -87,10 +97,9 @@ def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    sinks: Tensor | None,
     cu_seqlens: Tensor,
     cu_seqlens_padded: Tensor | None,
+    *,
     max_seqlen: int,
     **rule: Any,
 ) -> Tensor:
@@ -102,7 +111,9 @@ def _compute(
         total=query.shape[0],
         pad_between_seqs=cu_seqlens_padded is not None,
     )
-    return SegmentsBackend()(query, key, value, inputs=inputs, sinks=sinks, **rule)
+    return SegmentsBackend()(query, key, value, inputs=inputs, **rule)
 
 
 _operator = segment_operator(_compute)
+# The operator computes attention again for its gradient, and would drop other weights then.
+_uncompiled = torch.compiler.disable(_compute)
