@@ -13,9 +13,21 @@ from torch._dynamo.utils import counters
 
 from lightning_pack.attention import ATTENTION, ActivatedModel, SegmentsBackend, THDInputs
 from lightning_pack.attention.backends.segments import _operator
+from lightning_pack.callbacks import PackedAttention
+from lightning_pack.module import PackedCausalLM
 from lightning_pack.policy import PackingPolicy
+from lightning_pack.pretrained import checkpoint_activations
 from lightning_pack.row import PackedBatch
-from tests.tiny_models import forward_inputs, gradients_of, largest_difference, make_sources, tiny_model
+from tests.tiny_models import (
+    Rows,
+    forward_inputs,
+    gradients_of,
+    largest_difference,
+    make_sources,
+    quiet_trainer,
+    tiny_config,
+    tiny_model,
+)
 
 FIXED = PackingPolicy(capacity=64, multiple=2, width="fixed", max_sources=6, fixed_boundaries=True)
 VARIABLE = PackingPolicy(capacity=64, multiple=2)
@@ -108,6 +120,40 @@ def operator_arguments(*, gaps: bool, requires_grad: bool = True) -> tuple[Any, 
     return (*drawn, sinks if gaps else None, *boundaries, *rule)
 
 
+def test_layers_that_are_recomputed_stay_in_the_graph() -> None:
+    models = pair("llama")
+    for model in models:
+        checkpoint_activations(model)  # type: ignore[arg-type]
+    compiled = torch.compile(models[0], backend="eager", fullgraph=True)
+    assert differences(compiled, models, [[9, 3, 12]], FIXED) < 1e-12
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_a_compiled_model_is_trained_to_the_same_weights() -> None:
+    rows = [
+        PackedBatch.from_packs([FIXED.build(make_sources(lengths, seed=number, prompt=0))], pad_id=0)
+        for number, lengths in enumerate([[5, 9, 7], [12, 3], [8], [4, 4, 4, 4]])
+    ]
+    weights = []
+    for compiled in (True, False):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = PackedCausalLM(tiny_config("llama", num_hidden_layers=1), learning_rate=0.1)
+            module.configure_model()
+        before = [weight.detach().clone() for weight in module.parameters()]
+        if compiled:
+            module.model = torch.compile(module.model, backend="eager", fullgraph=True)  # type: ignore[assignment]
+        trainer = quiet_trainer(max_epochs=1, callbacks=[PackedAttention(backend="segments", monitor=False)])
+        trainer.fit(module, Rows(*rows))
+        assert trainer.global_step == 4
+        weights.append([weight.detach() for weight in module.parameters()])
+        assert all((new - old).abs().max() > 0.01 for new, old in zip(weights[-1], before, strict=True))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*weights, strict=True))
+
+
 @pytest.mark.parametrize("gaps", [False, True], ids=["plain", "gaps, window, softcap, sinks"])
 def test_the_operator_is_what_the_backend_computes(gaps: bool) -> None:
     torch.library.opcheck(_operator, operator_arguments(gaps=gaps))
@@ -147,7 +193,7 @@ def test_autocast_is_followed() -> None:
     assert (logits[0] - logits[1]).abs().max() <= 0.02 * logits[1].abs().max()
 
 
-# --- what is not computed ------------------------------------------------------------------------------------------------------
+# --- what is not computed ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -156,9 +202,9 @@ def test_masks_that_are_more_than_causal_are_refused_by_name(fullgraph: bool) ->
     ActivatedModel.of(model)
     batch = PackedBatch.from_packs([FIXED.build(make_sources([9, 3]))], pad_id=0)
     compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
-    with torch.no_grad():
-        with pytest.raises(Exception, match="more than causal: its mask is made with .*bidirectional_mask_function"):
-            compiled(**forward_inputs(batch), is_causal=False)
+    refusal = r"more than causal: its mask is made with .*bidirectional_mask_function"
+    with torch.no_grad(), pytest.raises(Exception, match=refusal):
+        compiled(**forward_inputs(batch), is_causal=False)
 
 
 def test_rows_without_boundaries_are_refused() -> None:

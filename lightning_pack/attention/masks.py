@@ -61,7 +61,9 @@ class MaskDescription:
         if inputs is None or inputs.cu_seqlens is not boundaries or inputs.total != total:
             longest = max(segment_lengths(boundaries, total=total)) if max_seqlen is None else max_seqlen
             inputs = THDInputs(cu_seqlens=boundaries, cu_seqlens_padded=boundaries, max_seqlen=longest, total=total)
-            self._inputs = inputs
+            # A compiler keeps them by itself, and lets layers that are recomputed (gradient checkpointing) change nothing outside.
+            if not torch.compiler.is_compiling():
+                self._inputs = inputs
         return inputs
 
 

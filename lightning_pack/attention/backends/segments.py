@@ -20,7 +20,7 @@ class SegmentsBackend:
     """The reference that can be trained on. Waits for the device once per THDInputs, where the row is not on the CPU.
 
     Under :func:`torch.compile` each call is one operator, so that no graph depends on the lengths of the sources; it then waits
-    for the device once per call, and once more in the backward pass. With dropout the compiler leaves attention out of its graphs.
+    for the device once per call, and once more in the backward pass. With dropout, attention stays out of the graphs.
     """
 
     name = "segments"
@@ -50,13 +50,14 @@ class SegmentsBackend:
             ValueError: for shapes, boundaries or options that do not fit together, and a ``max_seqlen`` that is too small.
         """
         if torch.compiler.is_compiling():
+            padded = inputs.cu_seqlens_padded if inputs.pad_between_seqs else None
             if dropout:
                 return _uncompiled(
                     query,
                     key,
                     value,
                     inputs.cu_seqlens,
-                    inputs.cu_seqlens_padded if inputs.pad_between_seqs else None,
+                    padded,
                     max_seqlen=inputs.max_seqlen,
                     scale=scale,
                     causal=causal,
@@ -66,8 +67,7 @@ class SegmentsBackend:
                     dropout=dropout,
                 )
             rule = (inputs.max_seqlen, scale, causal, window, softcap)
-            gaps = inputs.cu_seqlens_padded if inputs.pad_between_seqs else None
-            return _operator(*in_autocast(query, key, value), sinks, inputs.cu_seqlens, gaps, *rule)
+            return _operator(*in_autocast(query, key, value), sinks, inputs.cu_seqlens, padded, *rule)
         longest = max(inputs.lengths)
         if inputs.max_seqlen < longest:
             raise ValueError(
