@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import Pack, PackedBatch
 from tests.numbers_data import same_batch
+from tests.test_exact_position import Run
 from tests.tiny_models import forward_inputs, make_sources, tiny_model
 
 FIXED = PackingPolicy(capacity=48, multiple=4, width="fixed", max_sources=6, fixed_boundaries=True)
@@ -193,3 +196,24 @@ def test_a_model_gives_the_same_logits_and_sources_stay_apart() -> None:
     fixed, plain = rows([5, 3, 9])
     assert torch.equal(*(model(**forward_inputs(row)).logits for row in (fixed, plain)))
     assert leaking_sources(model, fixed) == []
+
+
+# --- the loader ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_loader_have_one_shape_and_go_on_from_a_checkpoint(numbers: Path) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "packs_per_batch": 2, "width": "fixed", "max_sources": 5}
+    plain = Run(numbers, **options)
+    expected = plain.train(6)
+    plain.end()
+    run = Run(numbers, **options, fixed_boundaries=True)
+    rows = run.train(3)
+    state = run.end()
+    resumed = Run(numbers, state=state, **options, fixed_boundaries=True)
+    rows += resumed.train(3)
+    resumed.end()
+    assert len({len(row.source_keys) for row in rows}) > 1
+    assert {row.cu_seqlens.shape for row in rows} == {row.cu_seqlens_padded.shape for row in rows} == {(11,)}
+    assert {row.input_ids.shape for row in rows} == {expected[0].input_ids.shape}
+    for row, other in zip(rows, expected, strict=True):
+        assert same_batch(replace(row, **{name: getattr(other, name) for name in BOUNDARIES}), other)

@@ -61,7 +61,7 @@ class MaskDescription:
         if inputs is None or inputs.cu_seqlens is not boundaries or inputs.total != total:
             longest = max(segment_lengths(boundaries, total=total)) if max_seqlen is None else max_seqlen
             inputs = THDInputs(cu_seqlens=boundaries, cu_seqlens_padded=boundaries, max_seqlen=longest, total=total)
-            # A compiler keeps them by itself, and lets layers that are recomputed (gradient checkpointing) change nothing outside.
+            # A compiler keeps them by itself, and lets recomputed layers (gradient checkpointing) change nothing outside.
             if not torch.compiler.is_compiling():
                 self._inputs = inputs
         return inputs
@@ -88,7 +88,8 @@ def describe_mask(
             "attention_mask=None, for instance as model(**batch.model_inputs())"
         )
     refuse_cache(q_length, kv_length)
-    if torch.compiler.is_compiling():
+    # Other tracers run this function as it is.
+    if torch.compiler.is_dynamo_compiling():
         from lightning_pack.attention.traced_masks import comptime
 
         comptime(_check_traced)
