@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -194,6 +196,23 @@ def test_autocast_is_followed() -> None:
 
 
 # --- what is not computed ------------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_composed_mask_is_refused_by_name() -> None:
+    model = tiny_model("gemma3_text")
+    ActivatedModel.of(model)
+    batch = PackedBatch.from_packs([FIXED.build(make_sources([9, 3]))], pad_id=0)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(**forward_inputs(batch))
+        assert counters["stats"]["unique_graphs"] == 1
+        blocks = torch.zeros_like(batch.input_ids)
+        make = sys.modules[type(model).__module__]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(make, "create_causal_mask", partial(make.create_causal_mask, block_sequence_ids=blocks))
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match=r"its mask is made with .*or_masks"):
+                compiled(**forward_inputs(batch))
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
