@@ -88,6 +88,16 @@ def check_offsets(real: Sequence[int], physical: Sequence[int], *, width: int, s
             raise BoundariesError(
                 f"boundaries decrease at {_named(number, source_keys)}: real {list(lengths)}, physical {list(places)}; {_BUILD}"
             )
+        if number >= len(source_keys) and room:
+            raise BoundariesError(
+                f"boundary {number + 1} goes on from {places[0]} to {places[1]}, but the row has {len(source_keys)} sources: "
+                f"boundaries beyond those of the sources repeat the last offset; {_BUILD}"
+            )
+        if number < len(source_keys) and not tokens:
+            raise BoundariesError(
+                f"{_named(number, source_keys)} has no tokens: only boundaries beyond those of the sources repeat an offset; "
+                f"{_BUILD}"
+            )
         if tokens > room:
             raise BoundariesError(
                 f"{_named(number, source_keys)} has {tokens} real tokens in {room} physical places, so its end would be read "

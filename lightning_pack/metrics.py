@@ -215,7 +215,8 @@ class PackingMetrics(Metric):
             known[reason + len(REASONS)] += gone.tokens
         real = batch.cu_seqlens.diff().long()
         if self.policy is None:
-            alignment = (batch.cu_seqlens_padded.diff() - real)[:-1]
+            # Without the last source, whose tail fills the row, and without the repeats of a fixed number of boundaries.
+            alignment = (batch.cu_seqlens_padded.diff() - real)[: max(sources - 1, 0)]
         else:
             known[AGES] = age_counts(batch.ages, buffer_size=self.policy.buffer_size)
             known[LENGTHS.start] = packs

@@ -54,6 +54,9 @@ class PackingPolicy:
             cuts its end off and reports the cut, ``"split"`` makes several sources of a plain text (a piece starts with the
             last token of the piece before as context, so every token stays a target once), ``"error"`` stops the run.
         max_sources: most sources in a pack.
+        fixed_boundaries: rows carry ``max_sources`` boundaries and one for each of their packs, however many sources they
+            have: the last offset is repeated. With a fixed width every tensor of a row has the same shape each time, which
+            CUDA graphs and compilers need. Needs both.
         min_bins: least number of packs that the whole buffer becomes; without carry-over.
         bins_multiple_of: the whole buffer becomes a multiple of so many packs; without carry-over.
         delta: packs that ``"balanced_greedy_knapsack"`` opens beyond the least number.
@@ -84,6 +87,7 @@ class PackingPolicy:
     width: Literal["variable", "fixed"] | int | None = "variable"
     overlength: Overlength = "drop"
     max_sources: int | None = None
+    fixed_boundaries: bool = False
     min_bins: int | None = None
     bins_multiple_of: int = 1
     delta: int = 0
@@ -239,7 +243,8 @@ class PackingPolicy:
         Raises:
             ValueError: for no sources, a source without tokens, or sources that do not fit the row.
         """
-        layout = RowLayout.of(lengths, multiple=self.multiple, width=self.row_width)
+        fixed = self.max_sources if self.fixed_boundaries else None
+        layout = RowLayout.of(lengths, multiple=self.multiple, width=self.row_width, fixed_sources=fixed)
         if sum(map(self.aligned, lengths)) > self.capacity:
             raise ValueError(
                 f"sources of {list(lengths)} tokens padded to multiples of {self.multiple} need "

@@ -55,8 +55,9 @@ def _check_ranges(policy: PackingPolicy) -> None:
     limit = policy.age_limit
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 2 <= limit < float("inf")):
         raise ValueError(f"age_limit={limit!r}: a number of turnovers of at least 2 is needed")
-    if not isinstance(policy.carry_over, bool):
-        raise ValueError(f"carry_over={policy.carry_over!r} is not True or False")
+    for name in ("carry_over", "fixed_boundaries"):
+        if not isinstance(getattr(policy, name), bool):
+            raise ValueError(f"{name}={getattr(policy, name)!r} is not True or False")
     if policy.balance not in (None, "quadratic"):
         raise ValueError(f"balance={policy.balance!r} is not 'quadratic' or None")
     if policy.overlength not in ("drop", "truncate", "split", "error"):
@@ -85,6 +86,11 @@ def _check_use(policy: PackingPolicy) -> None:
         value = getattr(policy, name)
         if value is not None and not used and (name, value) != ("bins_multiple_of", 1):
             raise ValueError(f"{name}={value!r} is used with {where} only")
+    if policy.fixed_boundaries and (policy.row_width is None or policy.max_sources is None):
+        raise ValueError(
+            f"fixed_boundaries=True with width={policy.width!r} and max_sources={policy.max_sources}: rows of one shape need a "
+            "fixed width (width='fixed') and the most sources of a pack (max_sources); set both, or leave fixed_boundaries out"
+        )
     if policy.algorithm == "concatenative":
         if policy.seed:
             raise ValueError(f"seed={policy.seed} is not used by algorithm='concatenative', which keeps the order of arrival")

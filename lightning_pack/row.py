@@ -105,6 +105,9 @@ class Pack:
 class PackedBatch:
     """One packed row, ready for a model. T is its physical width, N the number of its sources.
 
+    Under ``PackingPolicy(fixed_boundaries=True)`` N in shapes is a fixed number: boundaries beyond those of the sources repeat
+    the last offset. The sources are always those of :attr:`source_keys`.
+
     ``model(**batch)`` passes :meth:`model_inputs` (without a padding mask), so code written for dict batches keeps working.
     """
 
@@ -144,12 +147,17 @@ class PackedBatch:
         keys = [source.key for source in sources]
         real, physical = [0], [0]
         ages: list[int] = []
+        spare = 0
         for pack, layout in laid_out:
             base = physical[-1]
             ages += pack.ages or [0] * len(pack.sources)
-            for source, end in zip(pack.sources, layout.cu_seqlens_padded[1:].tolist(), strict=True):
+            ends = layout.cu_seqlens_padded[1:].tolist()
+            spare += len(ends) - len(layout.lengths)
+            for source, end in zip(pack.sources, ends[: len(layout.lengths)], strict=True):
                 real.append(real[-1] + len(source))
                 physical.append(base + end)
+        real += [real[-1]] * spare
+        physical += [physical[-1]] * spare
         # Here and not at the kernels: boundaries of a layout that was made for other sources mix them without an error.
         check_offsets(real, physical, width=width, source_keys=keys)
         input_ids = torch.full((1, width), pad_id, dtype=torch.int64)

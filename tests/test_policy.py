@@ -163,5 +163,5 @@ def test_packs_of_a_buffer_come_in_an_order_of_their_own() -> None:
 def test_fingerprint_names_every_setting() -> None:
     assert set(PackingPolicy(capacity=8).fingerprint()) == {
         "capacity", "algorithm", "buffer_size", "carry_over", "age_limit", "multiple", "width", "overlength", "max_sources",
-        "min_bins", "bins_multiple_of", "delta", "balance", "window", "seed",
+        "fixed_boundaries", "min_bins", "bins_multiple_of", "delta", "balance", "window", "seed",
     }  # fmt: skip

@@ -20,12 +20,12 @@ def refuse_shared_frequencies(config: Any, lengths: Sequence[int]) -> None:
 
     Args:
         config: of the layer; None is passed over.
-        lengths: of the sources of the row, in tokens.
+        lengths: of the sources of the row, in tokens; 0 is no source.
 
     Raises:
         ValueError: with the length up to which rows are right.
     """
-    longest, shortest = max(lengths), min(lengths)
+    longest, shortest = max(lengths), min(filter(None, lengths), default=0)
     if longest == shortest:
         return
     for kind, limit in _limits(config):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import masking_utils
 
@@ -60,7 +61,9 @@ class MaskDescription:
         if inputs is None or inputs.cu_seqlens is not boundaries or inputs.total != total:
             longest = max(segment_lengths(boundaries, total=total)) if max_seqlen is None else max_seqlen
             inputs = THDInputs(cu_seqlens=boundaries, cu_seqlens_padded=boundaries, max_seqlen=longest, total=total)
-            self._inputs = inputs
+            # A compiler keeps them by itself, and lets recomputed layers (gradient checkpointing) change nothing outside.
+            if not torch.compiler.is_compiling():
+                self._inputs = inputs
         return inputs
 
 
@@ -85,7 +88,36 @@ def describe_mask(
             "attention_mask=None, for instance as model(**batch.model_inputs())"
         )
     refuse_cache(q_length, kv_length)
+    # Other tracers run this function as it is.
+    if torch.compiler.is_dynamo_compiling():
+        from lightning_pack.attention.traced_masks import comptime
+
+        comptime(_check_traced)
+        # A compiler traces all rows as if they held several sources, so that says nothing; positions have to be looked at.
+        return MaskDescription(window=local_size, packed=False)
     parts = dict(_mask_parts(mask_function))
+    _refuse_foreign(parts, windowed=local_size is not None)
+    return MaskDescription(
+        window=local_size if "sliding_window_overlay" in parts else None,
+        packed=not _PACKED_PARTS.isdisjoint(parts),
+    )
+
+
+def _check_traced(context: Any) -> None:
+    """As :func:`describe_mask` does, while a compiler traces it."""
+    from lightning_pack.attention.traced_masks import traced_parts
+
+    parts = traced_parts(context, "mask_function", parts_of=_mask_parts, known=_part)
+    windowed = context.get_local("local_size").python_type() is not type(None)
+    _refuse_foreign(parts, windowed=windowed)
+    if windowed != ("sliding_window_overlay" in parts):
+        raise ValueError(
+            "the model gives its mask a local size and no sliding window, which is not told apart while torch.compile traces: "
+            "do not compile this model"
+        )
+
+
+def _refuse_foreign(parts: dict[str, bool], *, windowed: bool) -> None:
     foreign = sorted(name for name, known in parts.items() if not known)
     if foreign:
         raise ValueError(
@@ -93,14 +125,10 @@ def describe_mask(
             "blockwise attention, or a mask of its own), which packed attention does not compute; switch that feature off in "
             "the model's configuration, or train this model unpacked"
         )
-    if "sliding_window_overlay" in parts and local_size is None:
+    if "sliding_window_overlay" in parts and not windowed:
         raise ValueError(
             "the model's mask has a sliding window but does not tell its size, so packed attention cannot follow it"
         )
-    return MaskDescription(
-        window=local_size if "sliding_window_overlay" in parts else None,
-        packed=not _PACKED_PARTS.isdisjoint(parts),
-    )
 
 
 def _mask_parts(function: Any) -> Iterator[tuple[str, bool]]:
@@ -108,9 +136,8 @@ def _mask_parts(function: Any) -> Iterator[tuple[str, bool]]:
     if not isinstance(function, FunctionType):
         yield getattr(function, "__qualname__", repr(function)), False
         return
-    name = function.__qualname__.partition(".<locals>")[0]
-    known = function.__module__ == masking_utils.__name__ and name in _CAUSAL_PARTS | _PACKED_PARTS
-    yield (name if known else f"{function.__module__}.{function.__qualname__}"), known
+    name, known = _part(function.__module__, function.__qualname__)
+    yield name, known
     if not known:
         return
     for cell in function.__closure__ or ():
@@ -118,6 +145,12 @@ def _mask_parts(function: Any) -> Iterator[tuple[str, bool]]:
         for value in values:
             if callable(value) and not isinstance(value, Tensor):
                 yield from _mask_parts(value)
+
+
+def _part(module: str, qualified: str) -> tuple[str, bool]:
+    name = qualified.partition(".<locals>")[0]
+    known = module == masking_utils.__name__ and name in _CAUSAL_PARTS | _PACKED_PARTS
+    return (name if known else f"{module}.{qualified}"), known
 
 
 def refuse_cache(queries: int, keys: int) -> None:

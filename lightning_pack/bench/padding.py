@@ -13,7 +13,8 @@ from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
 def sources_of(batch: PackedBatch) -> list[EncodedSource]:
     """The sources of a row, as they were before it was packed."""
     starts, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens.diff().tolist()
-    cut = [(key, slice(s, s + n)) for key, s, n in zip(batch.source_keys, starts, lengths, strict=True)]
+    # There may be more boundaries than sources: the last one is repeated where their number is fixed.
+    cut = [(key, slice(s, s + n)) for key, s, n in zip(batch.source_keys, starts, lengths, strict=False)]
     return [EncodedSource(key=key, input_ids=batch.input_ids[0, at], labels=batch.labels[0, at]) for key, at in cut]
 
 

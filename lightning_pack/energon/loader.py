@@ -216,7 +216,7 @@ class ExactLoader:
             held = following
         while following is not None:
             # Another rank has come to its end, and an optimizer step needs a row from each.
-            tokens = following.cu_seqlens.diff().tolist()
+            tokens = following.cu_seqlens.diff().tolist()[: len(following.source_keys)]
             held.left_out += following.left_out
             held.left_out += [LeftOut(key, "uneven_ranks", n) for key, n in zip(following.source_keys, tokens, strict=True)]
             following = reader.read()
