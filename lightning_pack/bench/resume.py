@@ -114,7 +114,8 @@ def _with(data: EnergonPackDataModule, *, sources: int, workers: int) -> Energon
     return EnergonPackDataModule(
         data.path,
         encoder=data.encoder,
-        packing=replace(data.packing, buffer_size=sources),
+        # A cold start would have to choose the algorithm as well, which a resume does not.
+        packing=replace(data.packing, buffer_size=sources, algorithm=data.packing.packer),
         num_workers=workers,
         shuffle_buffer_size=sources,
         max_samples_per_sequence=data.max_samples_per_sequence,
