@@ -21,7 +21,6 @@ from lightning_pack.energon import (
     PassLoader,
     StreamOptions,
     has_split,
-    sample_sources,
 )
 from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
@@ -33,7 +32,7 @@ from lightning_pack.progress import TrainingProgress
 from lightning_pack.resume import ResumeError, no_position
 from lightning_pack.search_loader import SearchLoader
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
-from lightning_pack.training_stream import Spread, TrainingStream
+from lightning_pack.training_stream import Spread, TrainingStream, settled_by_dry_run
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -287,9 +286,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 policy = self._stream.policy
             else:
                 # Evaluation without training.
-                found = sample_sources(options, of=workers.of, split=split, evaluation=True)
-                policy = options.policy.settled(found.lengths, keys=found.groups)
-                rank_zero_info(f"algorithm='auto' packs this data with {policy.algorithm!r}")
+                policy = settled_by_dry_run(options, of=workers.of, split=split, evaluation=True)
             options = replace(options, policy=policy)
         everyone = Agreement().everyone if must_stay_in_step(self.trainer) else None
         return PassLoader(options, workers=workers, split=split, everyone=everyone)

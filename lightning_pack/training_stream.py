@@ -92,10 +92,8 @@ class TrainingStream:
         """Choose the algorithm by the first sources of the data, where it is not chosen yet."""
         if self.policy.algorithm != "auto":
             return
-        found = sample_sources(self.progress.loader.options, of=self._spread.workers().of)
-        self._chosen = self.policy.settled(found.lengths, keys=found.groups)
+        self._chosen = settled_by_dry_run(self.progress.loader.options, of=self._spread.workers().of)
         self._pack_with(self._chosen)
-        rank_zero_info(f"algorithm='auto' packs this data with {self.policy.algorithm!r}")
 
     def _begin_unsettled(self) -> None:
         """As if nothing was restored; the loader may have been handed out before."""
@@ -178,6 +176,14 @@ class TrainingStream:
         self._begin_unsettled()
         self.progress.start_over(point)
         self.restored = True
+
+
+def settled_by_dry_run(options: StreamOptions, *, of: int, split: str = "train", evaluation: bool = False) -> PackingPolicy:
+    """The policy of a stream with the algorithm that packs its first sources best, see :func:`sample_sources`; says which."""
+    found = sample_sources(options, of=of, split=split, evaluation=evaluation)
+    policy = options.policy.settled(found.lengths, keys=found.groups)
+    rank_zero_info(f"algorithm='auto' packs this data with {policy.algorithm!r}")
+    return policy
 
 
 def _settings(options: StreamOptions, spread: Spread) -> dict[str, Any]:

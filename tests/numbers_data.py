@@ -47,18 +47,6 @@ def lengths(count: int, *, most: int, seed: int = 0) -> list[int]:
     return np.clip(drawn, 2, most).astype(int).tolist()
 
 
-def bin_set(name: str, count: int) -> tuple[list[int], int]:
-    """Lengths of a set of ``vectors/bins.json``, and the capacity they are for."""
-    rng = np.random.default_rng(0)
-    if name == "A":
-        return np.clip(rng.lognormal(5.5, 1.0, count).astype(np.int64), 16, 4096).tolist(), 4096
-    if name == "B":
-        return rng.integers(1, 2049, count).tolist(), 2048
-    big = rng.random(count) < 0.30
-    drawn = np.where(big, rng.normal(1500, 300, count), rng.normal(200, 50, count))
-    return np.clip(np.rint(drawn).astype(np.int64), 1, 2048).tolist(), 2048
-
-
 def records_of(sizes: Iterable[int]) -> list[dict[str, Any]]:
     return [{"n": n, "id": i} for i, n in enumerate(sizes)]
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from megatron.energon.state import FlexState
 
 from lightning_pack import PackingPolicy
+from lightning_pack.bench.bins import drawn
 from lightning_pack.energon.packs import Emitted
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.window import in_balance, order_of
 from lightning_pack.row import Pack
 from lightning_pack.simulation import simulate
-from tests.numbers_data import bin_set, lengths, records_of, write_webdataset
+from tests.numbers_data import lengths, records_of, write_webdataset
 from tests.ranks import on_ranks
 from tests.test_exact_position import Run
 from tests.test_policy import source
@@ -50,9 +51,9 @@ def imbalance(ranks: list[list[int]]) -> float:
 
 @pytest.mark.parametrize(("window", "most"), [(64, 1.35), (128, 1.25)])
 def test_ranks_work_alike(window: int, most: float) -> None:
-    drawn, capacity = bin_set("A", 80_000)
+    sizes, capacity = drawn("A", 80_000)
     policy = PackingPolicy(capacity=capacity, algorithm="exact_fill", buffer_size=256)
-    ranks = [simulate(policy, drawn[rank::8]).squares for rank in range(8)]
+    ranks = [simulate(policy, sizes[rank::8]).squares for rank in range(8)]
     assert min(map(len, ranks)) > 7 * window
     assert imbalance(ranks) > 1.8, "without balance"
     assert imbalance([in_order(works, size=window) for works in ranks]) <= most

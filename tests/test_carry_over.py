@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 
 from lightning_pack import PackingPolicy
+from lightning_pack.bench.bins import drawn
 from lightning_pack.energon import StreamOptions, sample_sources
 from lightning_pack.energon.dataset import open_evaluation_share
 from lightning_pack.energon.worker import End, Whereabouts, rows_of_share
@@ -21,7 +22,7 @@ from lightning_pack.policy import AUTO
 from lightning_pack.resume import ResumeError
 from lightning_pack.simulation import simulate
 from tests.conftest import vectors
-from tests.numbers_data import NumberEncoder, bin_set, records_of, same_batch, write_webdataset
+from tests.numbers_data import NumberEncoder, records_of, same_batch, write_webdataset
 from tests.test_exact_position import PlainNumbers, Run, through_a_file
 
 STREAMING = vectors("bins")["streaming"]
@@ -32,7 +33,7 @@ ALGORITHMS = (*AUTO, "best_fit_decreasing", "concatenative")
 @pytest.mark.parametrize("name", ["A", "B", "C"])
 @pytest.mark.parametrize("size", [16, 64, 256, 1024])
 def test_rows_are_as_full_as_they_can_be(name: str, size: int) -> None:
-    lengths, capacity = bin_set(name, 20_000)
+    lengths, capacity = drawn(name, 20_000)
     policy = PackingPolicy(capacity=capacity, buffer_size=size).settled(lengths[:2048])
     assert policy.algorithm in AUTO
     stream = simulate(policy, lengths)
@@ -45,7 +46,7 @@ def test_rows_are_as_full_as_they_can_be(name: str, size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("A", 64), ("B", 64), ("C", 256)])
 def test_rows_of_real_data_are_as_full(tmp_path: Path, name: str, size: int) -> None:
-    lengths, capacity = bin_set(name, 20_000)
+    lengths, capacity = drawn(name, 20_000)
     file = tmp_path / f"{name}.jsonl"
     file.write_text("".join(f'{{"n": {n}, "id": {i}}}\n' for i, n in enumerate(lengths)))
     CrudeJsonlDatasetFactory.prepare_dataset(str(file))
@@ -122,7 +123,7 @@ def test_a_source_that_nothing_fits_leaves_in_time(algorithm: str, limit: float)
 
 
 def test_the_choice_knows_the_groups() -> None:
-    lengths, capacity = bin_set("A", 2000)
+    lengths, capacity = drawn("A", 2000)
     policy = PackingPolicy(capacity=capacity, buffer_size=64)
     keys = np.random.default_rng(0).integers(8, size=2000).tolist()
     assert policy.settled(lengths).algorithm == "exact_fill"
@@ -130,7 +131,7 @@ def test_the_choice_knows_the_groups() -> None:
 
 
 def test_rows_have_no_length_curriculum() -> None:
-    lengths, capacity = bin_set("B", 4000)
+    lengths, capacity = drawn("B", 4000)
     policy = PackingPolicy(capacity=capacity, algorithm="best_fit_decreasing", buffer_size=256)
     sources = [PlainNumbers()(str(i), {"n": n, "id": i}) for i, n in enumerate(lengths[:256])]
     chosen = policy.choose([len(source) for source in sources], final=True)
@@ -235,11 +236,11 @@ def test_a_source_is_encoded_alike_whenever_it_is_read(numbers: Path, monkeypatc
     run = Run(numbers, num_workers=2, buffer_size=48)
     expected = run.train(60)
     run.end()
-    drawn = defaultdict(set)
+    tokens_of = defaultdict(set)
     for batch in expected:
         for key, token in zip(batch.source_keys, batch.input_ids[0, batch.cu_seqlens_padded[:-1].long()].tolist(), strict=True):
-            drawn[key].add(token)
-    assert any(len(tokens) > 1 for tokens in drawn.values()), "another pass over the data draws anew"
+            tokens_of[key].add(token)
+    assert any(len(tokens) > 1 for tokens in tokens_of.values()), "another pass over the data draws anew"
     run = Run(numbers, num_workers=2, buffer_size=48)
     for k in (24, 27, 28):
         run.train(k - run.data._stream.progress.counts["rows"])  # type: ignore[union-attr]

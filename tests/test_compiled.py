@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._dynamo.utils import counters
 
 from lightning_pack.attention import ATTENTION, ActivatedModel, SegmentsBackend, THDInputs
@@ -158,7 +158,7 @@ def test_a_compiled_model_is_trained_to_the_same_weights() -> None:
 
 @pytest.mark.parametrize("gaps", [False, True], ids=["plain", "gaps, window, softcap, sinks"])
 def test_the_operator_is_what_the_backend_computes(gaps: bool) -> None:
-    torch.library.opcheck(_operator, operator_arguments(gaps=gaps))
+    library.opcheck(_operator, operator_arguments(gaps=gaps))
     query, key, value, sinks, real, physical, longest, scale, causal, window, softcap = operator_arguments(gaps=gaps)
     inputs = THDInputs(real, real if physical is None else physical, longest, total=24, pad_between_seqs=gaps)
     expected = SegmentsBackend()(

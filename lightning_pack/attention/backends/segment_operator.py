@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 _NAME, _BACKWARD = "lightning_pack::segment_attention", "lightning_pack::segment_attention_backward"
 _ARGUMENTS = (
@@ -51,12 +51,12 @@ def segment_operator(compute: Compute) -> Compute:
     def backward_fake(gradient: Tensor, *rest: Any) -> list[Tensor]:
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in rest[:4] if tensor is not None]
 
-    operator = torch.library.custom_op(_NAME, forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+    operator = library.custom_op(_NAME, forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
     operator.register_fake(forward_fake)
     # Not a custom_op: inside one autograd is off, and this one runs it.
-    torch.library.define(_BACKWARD, f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]")
-    torch.library.impl(_BACKWARD, "default", backward)
-    torch.library.register_fake(_BACKWARD, backward_fake)
+    library.define(_BACKWARD, f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]")
+    library.impl(_BACKWARD, "default", backward)
+    library.register_fake(_BACKWARD, backward_fake)
     derivative = torch.ops.lightning_pack.segment_attention_backward.default
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
