@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pack import agreement
 from lightning_pack.energon import ExactLoader
+from lightning_pack.interrupt import HeldInterrupt
 from lightning_pack.resume import COUNTS, ResumeError
 from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
 from lightning_pack.snapshots import go_on_drawing, optimizer_version, persistent_buffers, random_state
@@ -34,7 +35,8 @@ class TrainingProgress(RewindingCallback):
     A checkpoint holds no gradients. So whenever it is saved, it tells of the last completed optimizer step: batches, counts,
     random state and Lightning's loops are those of that moment, and a run that is resumed trains the batches since again, with
     the same dropout. This holds for a save in any hook, on an exception and on a signal that becomes one. A save inside
-    the optimizer's own step, where weights are changed in part, raises :class:`~lightning_pack.rewind.SaveRefusedError`.
+    the optimizer's own step, where weights are changed in part, raises :class:`~lightning_pack.rewind.SaveRefusedError`; Ctrl-C
+    waits there until the batch has ended.
 
     Not taken back, because only their owner could: buffers of the module that change in a forward pass (a warning says so),
     metrics and other state that a module or another callback keeps, random numbers of numpy and Python, the update of a
@@ -67,6 +69,8 @@ class TrainingProgress(RewindingCallback):
         self._weights: int | None = None
         self._buffers: list[tuple[str, Tensor]] = []
         self._exception: BaseException | None = None
+        self._interrupt = HeldInterrupt()
+        loader.before_fetch = self._interrupt.release
 
     @property
     def in_window(self) -> bool:  # type: ignore[override]
@@ -129,6 +133,7 @@ class TrainingProgress(RewindingCallback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Note the step boundary before the first batch of a window, and draw the random numbers of a stopped run."""
+        self._interrupt.release()
         self._continue_random(pl_module)
         self._batch_begun = True
         if self._window is None:
@@ -142,13 +147,18 @@ class TrainingProgress(RewindingCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Note the weights, to know later whether the optimizer has begun to change them."""
+        """Note the weights, to know later whether the optimizer has begun to change them, and let nobody interrupt it."""
         if self._weights is None:
             self._weights = optimizer_version(trainer)
+        self._interrupt.hold()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Count a batch."""
         self._catch_up(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The batch before has ended for every callback."""
+        self._interrupt.release()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation is not repeated by a run that is resumed from here."""
@@ -165,6 +175,7 @@ class TrainingProgress(RewindingCallback):
             # The module has skipped the rest of the epoch: Lightning drops the gradients of the window.
             self._step_done()
         self._stop_after_last_pass(trainer)
+        self._interrupt.release()
 
     def _stop_after_last_pass(self, trainer: pl.Trainer) -> None:
         if self.loader.finished:
@@ -172,6 +183,7 @@ class TrainingProgress(RewindingCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """From now on another rank may not answer."""
+        self._interrupt.drop()
         self._exception = exception
 
     def state_dict(self) -> dict[str, Any]:

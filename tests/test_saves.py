@@ -253,6 +253,37 @@ def test_an_exception_or_a_signal_at_any_moment(
     check(numbers, "epochs", whole, tmp_path / "saved.ckpt", workers=workers)
 
 
+class Pressed(pl.Callback):
+    """Ctrl-C when an optimizer step has changed the weights and Lightning does not know it yet."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.steps = step, 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(self._press)
+
+    def _press(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# In the midst of an epoch, before a validation, and at the end of an epoch.
+@pytest.mark.parametrize(("step", "workers"), [(1, 2), (2, 0), (4, 0)])
+def test_ctrl_c_while_the_weights_change(
+    numbers: Path, tmp_path: Path, uninterrupted: Callable[..., Whole], step: int, workers: int
+) -> None:
+    former = signal.getsignal(signal.SIGINT)
+    save = ModelCheckpoint(tmp_path, filename="saved", save_on_exception=True, every_n_train_steps=1000)
+    try:
+        with pytest.raises(SystemExit):
+            journal(Options(data=str(numbers), trainer=EPOCHS, workers=workers), Pressed(step), save)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert torch.load(tmp_path / "saved.ckpt", weights_only=True)["global_step"] == step
+    check(numbers, "epochs", uninterrupted("epochs", workers=workers), tmp_path / "saved.ckpt", workers=workers)
+
+
 @pytest.mark.filterwarnings("ignore:.*ckpt_path=None.* was called without a model")
 @pytest.mark.filterwarnings("ignore:.*ckpt_path=.last.. is set, but there is no last checkpoint")
 def test_an_error_of_the_loader(

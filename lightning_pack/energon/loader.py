@@ -114,6 +114,8 @@ class ExactLoader:
         self._reached = self._counted = self._committed = Standing(0, workers.beginning)
         self._rows: Iterator[_Fetched] | None = None
         self._error: Exception | None = None
+        #: Called in the main process before a row is fetched; what it raises, the iteration raises.
+        self.before_fetch: Callable[[], None] = lambda: None
 
     @property
     def finished(self) -> bool:
@@ -126,6 +128,7 @@ class ExactLoader:
             if fetched.ends_pass:
                 return
         while self._reached.epoch != self.epochs:
+            self.before_fetch()
             fetched = self._fetch()
             yield fetched.batch
             if fetched.ends_pass:

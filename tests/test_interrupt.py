@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from lightning_pack.interrupt import HeldInterrupt
+
+
+@pytest.fixture
+def seen() -> Iterator[list[int]]:
+    """Interrupts that reached the handler which was there before."""
+    calls: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        calls.append(number)
+
+    former = signal.signal(signal.SIGINT, handler)
+    yield calls
+    signal.signal(signal.SIGINT, former)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_waits_and_comes_once(seen: list[int]) -> None:
+    held = HeldInterrupt()
+    held.hold()
+    press()
+    assert seen == []
+    held.hold()  # of the next optimizer in the same batch
+    held.release()
+    assert seen == [signal.SIGINT]
+    held.release()
+    press()
+    assert seen == [signal.SIGINT] * 2, "nothing is held after the release"
+
+
+def test_what_nobody_pressed_does_not_happen(seen: list[int]) -> None:
+    held = HeldInterrupt()
+    for _ in range(2):
+        held.hold()
+        held.release()
+    assert seen == []
+
+
+def test_an_interrupt_is_raised_where_it_is_released() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    held = HeldInterrupt()
+    held.hold()
+    press()
+    with pytest.raises(KeyboardInterrupt):
+        held.release()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_does_not_wait(seen: list[int]) -> None:
+    held = HeldInterrupt()
+    held.hold()
+    press()
+    assert seen == []
+    press()
+    assert seen == [signal.SIGINT]
+    held.release()
+    assert seen == [signal.SIGINT], "both were one wish to stop"
+
+
+def test_a_run_that_has_failed_puts_the_handler_back_and_is_not_interrupted_as_well(seen: list[int]) -> None:
+    held, before = HeldInterrupt(), signal.getsignal(signal.SIGINT)
+    held.hold()
+    press()
+    held.drop()
+    held.release()
+    assert (seen, signal.getsignal(signal.SIGINT)) == ([], before)
+
+
+def test_handlers_of_others_stay(seen: list[int]) -> None:
+    held = HeldInterrupt()
+    held.hold()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does when it shuts down
+    held.drop()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    held.hold()
+    press()
+    held.release()
+    assert (seen, signal.getsignal(signal.SIGINT)) == ([], signal.SIG_IGN)
+
+
+def test_other_threads_hold_nothing(seen: list[int]) -> None:
+    held = HeldInterrupt()
+    thread = threading.Thread(target=held.hold)
+    thread.start()
+    thread.join()
+    press()
+    assert seen == [signal.SIGINT]
