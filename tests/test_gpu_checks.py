@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -107,10 +106,10 @@ def test_other_attentions_are_searched_as_before() -> None:
 
 
 @pytest.fixture
-def preprocess(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def preprocess(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The function of transformers, put back afterwards."""
     monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", masking_utils._preprocess_mask_arguments)
-    yield monkeypatch
+    return monkeypatch
 
 
 def test_an_unknown_version_is_left_alone(preprocess: pytest.MonkeyPatch) -> None:
@@ -126,10 +125,10 @@ def test_an_unknown_version_is_left_alone(preprocess: pytest.MonkeyPatch) -> Non
     assert masking_utils._preprocess_mask_arguments is other
     preprocess.delattr(masking_utils, "_preprocess_mask_arguments")
     assert not skip_detection(STRICT_ATTENTION)
-    assert detection._ARGUMENTS == list(inspect.signature(patched).parameters)[:5]
+    assert list(inspect.signature(patched).parameters)[:5] == detection._ARGUMENTS
 
 
-# --- torch.compile -------------------------------------------------------------------------------------------------------------
+# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def test_the_kernel_of_varlen_is_traced_whole() -> None:
@@ -137,14 +136,21 @@ def test_the_kernel_of_varlen_is_traced_whole() -> None:
     torch._dynamo.reset()
     counters.clear()
     # Tensors that have a device and no memory, so that the code for CUDA runs here up to the kernel.
-    with FakeTensorMode(), torch.no_grad(), mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+    able = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+    with FakeTensorMode(), torch.no_grad(), able as asked:
         row = [torch.randn(24, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
         cu = torch.zeros(4, dtype=torch.int32, device="cuda")
 
-        def attend(*row: Tensor) -> Tensor:
-            inputs = THDInputs(cu_seqlens=cu, cu_seqlens_padded=cu, max_seqlen=24, total=24)
+        def attend(longest: int, *row: Tensor) -> Tensor:
+            inputs = THDInputs(cu_seqlens=cu, cu_seqlens_padded=cu, max_seqlen=longest, total=24)
             return backend(*row, inputs=inputs, window=5)
 
-        assert attend(*row).shape == torch.compile(attend, backend="eager", fullgraph=True)(*row).shape == (24, 4, 64)
-    assert counters["stats"]["unique_graphs"] == 1
+        assert attend(24, *row).shape == (24, 4, 64)
+        assert asked.call_count == 1
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        for longest in (24, 20, 16, 9):
+            assert compiled(longest, *row).shape == (24, 4, 64)
+        assert asked.call_count == 1
+    # max_seqlen, a number, is taken for a constant until it changes.
+    assert counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """Transformers' own search for packed sources, left out where boundaries say it all.
 
-Before it describes a mask, transformers looks whether positions restart, and reads the answer from the device: one wait for each
-kind of layer in every forward. Under an attention that refuses rows without boundaries the answer has no use.
+Before it describes a mask, transformers looks whether positions restart, and reads the answer from the device: one wait for
+each kind of layer in every forward. Under an attention that refuses rows without boundaries the answer has no use.
 """
 
 from __future__ import annotations

@@ -81,9 +81,15 @@ def largest_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> flo
     errors = []
     for mine, exact in zip(results, reference, strict=True):
         assert mine.shape == exact.shape
-        error = float((mine.float() - exact).abs().max() / exact.abs().max())
+        error = float(((mine.float() - exact).abs().max() / exact.abs().max()).detach())
         errors.append(error if error == error else float("inf"))
     return max(errors)
+
+
+def distance(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Of two lists of gradients, relative to the size of the second: what single small ones round to does not count."""
+    squares = [((a.double() - b.double()).square().sum(), b.double().square().sum()) for a, b in zip(mine, theirs, strict=True)]
+    return float((sum(d for d, _ in squares) / sum(s for _, s in squares)) ** 0.5)
 
 
 def leaks_of_kernel(backend: Backend, row: Sequence[Tensor], lengths: Sequence[int], *, inputs: THDInputs) -> list[str]:

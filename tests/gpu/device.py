@@ -13,7 +13,7 @@ from lightning_pack.attention import Backend, BackendError, SegmentsBackend, Tra
 DEVICE = torch.device(os.environ.get("LIGHTNING_PACK_TEST_DEVICE", "cuda"))
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 #: How far results may be from the reference, relative to the largest number of it: kernels round to their dtype in between.
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-10}
+TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 BACKENDS = {"varlen": VarlenBackend, "te": TransformerEngineBackend, "segments": SegmentsBackend}
 #: Those that need a CUDA device.
 KERNELS = ("varlen", "te")

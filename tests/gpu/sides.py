@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_pack.attention import Backend, THDInputs
-from lightning_pack.bench.attention import _peak, _reset_peak
 from tests.gpu.checks import Heads, thd_inputs
 
 #: Function of the leaves, and the leaves.
 Side = tuple[Callable[..., Tensor], list[Tensor]]
-_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +27,11 @@ class Cost:
 
     Args:
         seconds: the median of the turns.
-        peak: bytes at a time, with inputs, output and gradients.
+        peak: most bytes in use at a time, with inputs, output and gradients; None where it is not known (off CUDA).
     """
 
     seconds: float
-    peak: int
+    peak: int | None
 
 
 def by_boundaries(backend: Backend, lengths: Sequence[int], heads: Heads, *, device: torch.device, dtype: torch.dtype) -> Side:
@@ -89,32 +87,33 @@ def cost_of(make: Callable[[], Side], *, device: torch.device, turns: int, limit
     Raises:
         torch.OutOfMemoryError: if it does not fit.
     """
-    gc.collect()
+    base = 0
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    base = _reset_peak(device)
+        base = torch.cuda.memory_allocated(device)
     attend, leaves = make()
     out = attend(*leaves)
     weight = torch.ones_like(out)
-    out = torch.autograd.grad(out, leaves, weight)
     del out
 
     def turn() -> None:
         result = attend(*leaves)
         torch.autograd.grad(result, leaves, weight)
 
-    # The first call chose and loaded kernels, whose workspace is not what a step takes.
+    turn()
+    # That chose and loaded kernels, whose workspace is not what a step takes.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    for _ in range(_WARM_UP - 1):
-        turn()
+    turn()
+    peak = None
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    peak = max(0, _peak(device) - base)
-    each = (time.perf_counter() - started) / (_WARM_UP - 1)
+        peak = torch.cuda.max_memory_allocated(device) - base
+    each = time.perf_counter() - started
     turns = max(1, min(turns, int(limit / max(each, 1e-9))))
     return Cost(seconds=statistics.median(_timed(turn, device=device) for _ in range(turns)), peak=peak)
 

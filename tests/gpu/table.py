@@ -72,10 +72,11 @@ class Setting:
 
 @dataclass(kw_only=True)
 class Verdicts:
-    """What a backend says of itself, in the cells of the table; whatever does not hold is in ``failures``."""
+    """What tiny models say of a backend."""
 
     waits: str = "—"
-    leaks: list[str] = field(default_factory=list)
+    #: None where the probe failed.
+    leaks: list[str | None] = field(default_factory=list)
     nan: str = "—"
 
 
@@ -120,7 +121,7 @@ def measured(setting: Setting, *, say: Callable[[str], None] = print) -> Table:
     for tokens in setting.tokens:
         lengths = uneven_lengths(tokens, setting.sources)
         say(f"{tokens:,} tokens: sources of {min(lengths)} to {max(lengths):,}")
-        errors = {name: "—" for name in backends}
+        errors = dict.fromkeys(backends, "—")
         leaks = {name: list(verdict.leaks) for name, verdict in verdicts.items()}
         _judge(backends, lengths, setting, errors=errors, leaks=leaks, table=table)
         others = {
@@ -128,18 +129,11 @@ def measured(setting: Setting, *, say: Callable[[str], None] = print) -> Table:
             "full mask": _competitor(full_mask, lengths, setting),
         }
         for name, backend in backends.items():
-            cost = _attempt(
-                f"{name}, {tokens:,} tokens, cost",
-                table,
-                lambda backend=backend: cost_of(  # type: ignore[misc]
-                    partial(by_boundaries, backend, lengths, setting.heads, device=setting.device, dtype=setting.dtype),
-                    device=setting.device,
-                    turns=setting.turns,
-                ),
-            )
+            side = partial(by_boundaries, backend)
+            cost = _attempt(f"{name}, {tokens:,} tokens, cost", table, partial(_cost, side, lengths, setting))
             ratios = [_ratio(cost, other) for other in others.values()]
             verdict = verdicts[name]
-            seen = f"{len(leaks[name])}!" if leaks[name] else "none"
+            seen = "failed" if None in leaks[name] else f"{len(leaks[name])}!" if leaks[name] else "none"
             table.rows.append((f"{tokens:,}", name, *_cells(cost), *ratios, errors[name], seen, verdict.waits, verdict.nan))
         for name, other in others.items():
             table.rows.append((f"{tokens:,}", name, *_cells(other), *["—"] * 6))
@@ -165,16 +159,16 @@ def _verdicts(name: str, backend: Backend, setting: Setting, table: Table) -> Ve
     where = {"device": setting.device, "dtype": setting.dtype}
     verdict = Verdicts()
     for kind in MODELS:
-        leaks = _attempt(f"{name}, leaks of {kind}", table, lambda kind=kind: leaks_of_model(backend, kind, **where))  # type: ignore[misc]
-        verdict.leaks += ["it failed"] if leaks is None else leaks
-    table.failures += [f"{name}: {leak}" for leak in verdict.leaks if leak != "it failed"]
-    waits = _attempt(f"{name}, waits", table, lambda: waits_of_step(backend, **where))
+        leaks = _attempt(f"{name}, leaks of {kind}", table, partial(leaks_of_model, backend, kind, **where))
+        verdict.leaks += [None] if leaks is None else leaks
+        table.failures += [f"{name}: {leak}" for leak in leaks or ()]
+    waits = _attempt(f"{name}, waits", table, partial(waits_of_step, backend, **where))
     if waits is not None:
         known = KNOWN_WAITS.get(name, 0)
         verdict.waits = str(len(waits))
         if len(waits) > known:
             table.failures.append(f"{name}: a step waits {len(waits)} times for the device, not {known}: {', '.join(waits)}")
-    bad = _attempt(f"{name}, gradients", table, lambda: unusable_gradients(backend, **where))
+    bad = _attempt(f"{name}, gradients", table, partial(unusable_gradients, backend, **where))
     if bad is not None:
         verdict.nan = f"{len(bad)}!" if bad else "none"
         table.failures += [f"{name}: gradients of {', '.join(bad)} are missing or not finite"] if bad else []
@@ -187,43 +181,37 @@ def _judge(
     setting: Setting,
     *,
     errors: dict[str, str],
-    leaks: dict[str, list[str]],
+    leaks: dict[str, list[str | None]],
     table: Table,
 ) -> None:
     """Error against the reference and leaks, of every backend over the whole row."""
     row = random_row(sum(lengths), setting.heads, device=setting.device, dtype=setting.dtype)
     inputs = thd_inputs(lengths, device=setting.device)
-    reference = _attempt(f"reference, {sum(lengths):,} tokens", table, lambda: reference_of(row, lengths))
+    reference = _attempt(f"reference, {sum(lengths):,} tokens", table, partial(reference_of, row, lengths))
     limit = TOLERANCES[setting.dtype]
     for name, backend in backends.items():
         at = f"{name}, {sum(lengths):,} tokens"
         if reference is not None:
-            error = _attempt(
-                f"{at}, error",
-                table,
-                lambda backend=backend: largest_error(results_of(backend, row, inputs=inputs), reference),  # type: ignore[misc]
-            )
+            results = _attempt(f"{at}, results", table, partial(results_of, backend, row, inputs=inputs))
+            error = None if results is None else _attempt(f"{at}, error", table, partial(largest_error, results, reference))
             if error is not None:
                 errors[name] = f"{error:.1e}"
                 if not error <= limit:
                     table.failures.append(f"{at}: error of {error:.1e}, more than {limit:.0e}")
-        found = _attempt(
-            f"{at}, leaks",
-            table,
-            lambda backend=backend: leaks_of_kernel(backend, row, lengths, inputs=inputs),  # type: ignore[misc]
-        )
-        leaks[name] += ["it failed"] if found is None else found
+        found = _attempt(f"{at}, leaks", table, partial(leaks_of_kernel, backend, row, lengths, inputs=inputs))
+        leaks[name] += [None] if found is None else found
         table.failures += [f"{at}: {leak}" for leak in found or ()]
+
+
+def _cost(make: Callable[..., Side], lengths: Sequence[int], setting: Setting) -> Cost:
+    side = partial(make, lengths, setting.heads, device=setting.device, dtype=setting.dtype)
+    return cost_of(side, device=setting.device, turns=setting.turns)
 
 
 def _competitor(make: Callable[..., Side], lengths: Sequence[int], setting: Setting) -> Cost | str:
     """Its cost, or why there is none; that is no failure of ours."""
     try:
-        return cost_of(
-            partial(make, lengths, setting.heads, device=setting.device, dtype=setting.dtype),
-            device=setting.device,
-            turns=setting.turns,
-        )
+        return _cost(make, lengths, setting)
     except (torch.OutOfMemoryError, MemoryError):
         return "does not fit"
     except RuntimeError as e:
@@ -242,14 +230,14 @@ def _attempt(what: str, table: Table, do: Callable[[], T]) -> T | None:
 
 def _cells(cost: Cost | str | None) -> tuple[str, str]:
     if isinstance(cost, Cost):
-        return f"{cost.seconds * 1000:.2f} ms", f"{cost.peak / 2**20:,.0f} MiB"
+        return f"{cost.seconds * 1000:.2f} ms", "—" if cost.peak is None else f"{cost.peak / 2**20:,.0f} MiB"
     return ("failed" if cost is None else cost), "—"
 
 
 def _ratio(ours: Cost | None, theirs: Cost | str) -> str:
     if ours is None or not isinstance(theirs, Cost):
         return "—"
-    memory = f", {ours.peak / theirs.peak:.0%} of the memory" if theirs.peak else ""
+    memory = f", {ours.peak / theirs.peak:.0%} of the memory" if ours.peak and theirs.peak else ""
     return f"{theirs.seconds / ours.seconds:.1f}x as fast{memory}"
 
 
@@ -275,11 +263,13 @@ def main(args: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: try --device cpu --small", file=sys.stderr)
         return 1
+    if device.index is not None:
+        torch.cuda.set_device(device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     setting = Setting(device=device, dtype=dtype)
     if options.small:
         setting = Setting(
-            device=device, dtype=dtype, tokens=(256, 512), sources=8, heads=Heads(queries=4, keys=2, size=16), turns=2
+            device=device, dtype=dtype, tokens=(128, 256), sources=6, heads=Heads(queries=4, keys=2, size=16), turns=2
         )
     started = time.monotonic()
     heads = setting.heads
