@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -32,9 +33,13 @@ def backend_or_skip(name: str) -> Backend:
     if name in KERNELS and DEVICE.type != "cuda":
         pytest.skip(f"{name} runs on CUDA devices")
     try:
-        return BACKENDS[name]()
+        # What a package warns of when it is imported is no fault of the backend.
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            return BACKENDS[name]()
     except BackendError as e:
-        if name == "te":
+        # A broken installation is not skipped: nothing would be known of a backend that is meant to be there.
+        if name == "te" and "is not installed" in str(e):
             pytest.skip(str(e))
         raise
 

@@ -27,7 +27,8 @@ from tests.gpu.device import BACKENDS, DEVICE, DTYPE, TOLERANCES, backend_or_ski
 from tests.tiny_models import alone_logits, make_sources, pack_row, tiny_model
 
 skip_without_device()
-pytestmark = pytest.mark.gpu
+# Of libraries that bring kernels.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 WHERE = {"device": DEVICE, "dtype": DTYPE}
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
