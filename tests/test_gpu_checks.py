@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,7 +29,8 @@ from tests.gpu.checks import (
     unusable_gradients,
     waits_of_step,
 )
-from tests.gpu.waits import counted_waits
+from tests.gpu.sides import Cost, by_boundaries, cost_of
+from tests.gpu.waits import counted_waits, no_waits
 from tests.tiny_models import forward_inputs, make_sources, pack_row, tiny_model
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -74,6 +77,42 @@ def test_a_sound_backend_passes_all_checks_and_a_broken_one_fails_its_own() -> N
     waits = waits_of_step(Waiting(), **CPU)
     assert len(waits) == 2, "one for each layer"
     assert all("test_gpu_checks.py" in place for place in waits)
+
+
+# --- what the checks do on CUDA, with its counters stood in for --------------------------------------------------------------
+
+
+def test_waits_on_cuda_are_those_that_torch_tells_of() -> None:
+    cuda, modes = torch.device("cuda"), mock.Mock()
+    with mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, set_sync_debug_mode=modes):
+        with counted_waits(cuda) as found:
+            for said in ("called a synchronizing CUDA operation", "another warning") * 2:
+                warnings.warn(said, stacklevel=1)
+        assert len(found) == 2, "each time, also at the same place"
+        assert all(place.startswith(__file__) for place in found)
+        with no_waits(cuda):
+            pass
+        with pytest.raises(RuntimeError, match="synchronizing"), no_waits(cuda):
+            raise RuntimeError("called a synchronizing CUDA operation")
+    assert [call.args[0] for call in modes.call_args_list] == ["warn", "default"] + ["error", "default"] * 2
+
+
+def test_costs_on_cuda_are_those_of_its_events_and_its_allocator() -> None:
+    elapsed = iter([4.0, 2.0, 9.0])
+    event = mock.Mock()
+    event.return_value.elapsed_time = lambda end: next(elapsed)
+    names = ("synchronize", "empty_cache", "reset_peak_memory_stats")
+    counters_ = {"Event": event, "memory_allocated": lambda device: 100, "max_memory_allocated": lambda device: 1100}
+    make = partial(by_boundaries, SegmentsBackend(), [5, 9], Heads(queries=2, keys=1, size=8), **CPU)
+    with mock.patch.multiple(torch.cuda, **counters_, **dict.fromkeys(names, mock.DEFAULT)):
+        cost = cost_of(make, device=torch.device("cuda"), turns=3)
+    assert cost == Cost(seconds=0.004, peak=1000)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.9 and later can be told")
+def test_segments_stays_out_of_captured_graphs() -> None:
+    for name in ("segment_attention", "segment_attention_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.lightning_pack, name).default.tags
 
 
 # --- the search for packed sources -------------------------------------------------------------------------------------------
