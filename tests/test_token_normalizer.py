@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_pack import TokenNormalizer
+from lightning_pack import EnergonPackDataModule, PackingPolicy, TokenNormalizer
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.row import EncodedSource, PackedBatch
+from tests.numbers_data import NumberEncoder
 from tests.test_precision import CLIP, ROUNDOFF, Data, Packed, fit_unpacked, options_of, relative
 from tests.tiny_models import alone_loss, make_sources, pack_row, quiet_trainer, tiny_model
 
@@ -32,6 +34,8 @@ class Manual(Packed):
         self.backward_on(batch, batch_idx)
         if batch_idx % 2 == 1:
             self.step()
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int) -> None: ...
 
     def loss(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx)
@@ -197,6 +201,33 @@ def test_a_fit_that_ended_within_a_window_leaves_nothing_to_the_next() -> None:
     module.zero_grad()
     fit(module)
     assert relative(module.raw[0], fit_unpacked("32-true", [ROWS[:2]]).raw[0]) <= 16 * ROUNDOFF["32-true"]
+
+
+@pytest.mark.filterwarnings("ignore::lightning_pack.callbacks.monitor.LeftOutWarning")
+def test_a_manual_run_on_a_packed_stream_is_continued(numbers: Path, tmp_path: Path) -> None:
+    def run(steps: int, **options: Any) -> tuple[Any, Manual]:
+        policy = PackingPolicy(capacity=64, buffer_size=16, multiple=4, algorithm="exact_fill")
+        data = EnergonPackDataModule(str(numbers), encoder=NumberEncoder(), packing=policy, num_workers=0, packs_per_batch=2)
+        trainer = quiet_trainer(
+            callbacks=[PackedAttention(token_normalization=False)], max_steps=steps, limit_val_batches=0, log_every_n_steps=1
+        )
+        module = Manual()
+        module.model = tiny_model("llama", vocab_size=600)
+        trainer.fit(module, datamodule=data, **options)
+        return trainer, module
+
+    _, whole = run(3)
+    half, first = run(1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    trainer, resumed = run(3, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert trainer.global_step == 3
+    assert len(whole.batches) == 6
+    rows = [batch.source_keys for batch in whole.batches]
+    assert [b.source_keys for b in first.batches] + [b.source_keys for b in resumed.batches] == rows
+    # Losses are scaled by the tokens that a row may have.
+    assert {window.scale for window in resumed.normalizer._windows.values()} == {128}
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
 # --- misuse ------------------------------------------------------------------------------------------------------------
