@@ -52,6 +52,10 @@ class TokenNormalizer:
         #: Optimizers that were normalized since their last backward pass.
         self._normalized: set[Optimizer] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module has no fit, and no optimizers of one.
+        return {**vars(self), "_windows": {}, "_normalized": set()}
+
     def scale(
         self,
         loss: Tensor,

@@ -244,6 +244,50 @@ def test_a_step_that_the_scaler_skips_leaves_nothing_behind() -> None:
         assert relative(module.clipped[step + 1], expected.clipped[step]) <= 16 * ROUNDOFF["16-mixed"]
 
 
+class Fused(Packed):
+    """Its optimizer takes the factor of the gradient scaler out by itself, after every hook."""
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=0.1, fused=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.raw.append(self._gradients())
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_an_optimizer_that_unscales_by_itself() -> None:
+    module = Fused(model_for("16-mixed"))
+    rows = [pack_row(sources, multiple=4) for sources in micro_batches()[0]]
+    options = options_of("16-mixed", init_scale=2.0**6)
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_epochs=1, accumulate_grad_batches=2, **options)
+    trainer.fit(module, datamodule=Data(rows))
+    expected = fit_unpacked("16-mixed", micro_batches()[:1]).raw[0]
+    scaled = {name: gradient / 2.0**6 for name, gradient in module.raw[0].items()}
+    assert relative(scaled, expected) <= 16 * ROUNDOFF["16-mixed"]
+    start = model_for("16-mixed").state_dict()
+    moved = {name: (start[name] - p.detach()) / 0.1 for name, p in module.model.named_parameters()}
+    assert relative(moved, expected) <= 16 * ROUNDOFF["16-mixed"]
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "bf16-mixed"])
+def test_losses_are_summed_in_double_precision(precision: str) -> None:
+    module = PackedCausalLM(tiny_config("llama"))
+    module.configure_model()
+    module.model.load_state_dict(tiny_model("llama").state_dict())
+    assert module.val_loss.dtype == torch.float64
+    rows = [sources for window in micro_batches() for sources in window]
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], precision=precision)
+    (logged,) = trainer.validate(module, Loader([pack_row(row, multiple=4) for row in rows]), verbose=False)
+    assert module.val_loss.mean_value.dtype == torch.float64
+    weights = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}[precision]
+    assert {parameter.dtype for parameter in module.model.parameters()} == {weights}
+    model = tiny_model("llama", dtype=torch.float64)
+    parts = [alone_loss(model, source) for row in rows for source in row]
+    expected = float(sum(part.detach() for part, _ in parts)) / sum(count for _, count in parts)
+    assert abs(logged["val_loss"] - expected) <= 16 * ROUNDOFF[precision] * expected
+
+
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 100.3), (torch.float16, 1e6)])
 def test_the_factor_is_not_rounded_to_the_type_of_gradients(dtype: torch.dtype, factor: float) -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,16 @@ def test_a_fit_that_ended_within_a_window_leaves_nothing_to_the_next() -> None:
     module.zero_grad()
     fit(module)
     assert relative(module.raw[0], fit_unpacked("32-true", [ROWS[:2]]).raw[0]) <= 16 * ROUNDOFF["32-true"]
+
+
+def test_a_copied_module_has_no_optimizers_of_the_fit() -> None:
+    module = Manual()
+    fit(module, ROWS[3:])
+    assert len(module.normalizer._windows) == 1
+    copied = copy.deepcopy(module.normalizer)
+    assert copied._windows == {}
+    assert len(module.normalizer._windows) == 1
+    assert pickle.loads(pickle.dumps(Manual().normalizer))._loss == "mean"
 
 
 @pytest.mark.filterwarnings("ignore::lightning_pack.callbacks.monitor.LeftOutWarning")
