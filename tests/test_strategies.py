@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -236,15 +237,20 @@ def _whole(own: Tensor | None, group: Any) -> Tensor:
 
 
 def run_pairs(argument: dict[str, Any]) -> None:
+    """Four ranks, forked so that modules are imported once."""
+    start_processes(run_pair, args=(argument["folder"],), nprocs=4, start_method="fork")
+
+
+def run_pair(rank: int, folder: str) -> None:
     """Body of one of four ranks, sharded inside pairs; both pairs get the same rows."""
-    dist.init_process_group("gloo")
-    raw = fully_sharded_by_hand(dist.get_rank() % 2, init_device_mesh("cpu", (2, 2)))
-    torch.save(raw, f"{argument['folder']}/{dist.get_rank()}.pt")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
+    torch.save(fully_sharded_by_hand(rank % 2, init_device_mesh("cpu", (2, 2))), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_fsdp_in_pairs_is_the_unpacked_run(tmp_path: Path) -> None:
-    on_ranks("tests.test_strategies:run_pairs", {"folder": str(tmp_path)}, folder=tmp_path / "ranks", ranks=4, timeout=150)
+    on_ranks("tests.test_strategies:run_pairs", {"folder": str(tmp_path)}, folder=tmp_path / "ranks", ranks=1, timeout=150)
     expected = fit_unpacked("32-true", windows((0, 1), 2))
     for rank in range(4):
         raw = torch.load(tmp_path / f"{rank}.pt")
