@@ -376,6 +376,8 @@ def test_nothing_is_asked_of_the_hub_and_help_is_quick(config_file: Path) -> Non
         ("[1]", "holds a list and not the fields of a model"),
         ('{"model_type": "lama"}', "model_type='lama' is not known to this version of transformers"),
         ('{"model_type": "vit"}', "'vit' is no causal language model"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "makes no configuration of it (StrictDataclassFieldValidationError"),
+        ('{"model_type": "llama", "hidden_act": "no"}', "builds no model of it (KeyError: "),
         ('{"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 100000000000}', "GB: give --dtype bfloat16, or a copy"),
     ],
 )
@@ -390,3 +392,21 @@ def test_what_is_no_model_is_an_error(
     assert "lightning-pack: error: " in error
     assert message in error
     assert str(path) in error
+
+
+@pytest.mark.parametrize("broken", ["damaged", "of another size"])
+def test_weights_that_do_not_load_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    assert check_model(tmp_path) == 0
+    if broken == "damaged":
+        (tmp_path / "model.safetensors").write_bytes(b"none")
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", hidden_size=64)))
+    assert check_model(tmp_path) == 1
+    assert f"lightning-pack: error: {tmp_path}: the weights do not load (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_wrong_usage(config_file: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    assert check_model(config_file, "--device", device) == 2
+    assert f"--device {device}: " in capsys.readouterr().err
