@@ -88,6 +88,34 @@ def test_te_gives_what_segments_give(model_type: str, version: str) -> None:
     assert not any("_packed_attention_backend" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 4}, "last boundary is 34 but the row has 38 tokens"),
+        ({"max_length_q": 11, "max_length_k": 11}, "max_length_q=11 is less than the longest source of 12 tokens"),
+    ],
+)
+def test_a_first_row_with_wrong_boundaries_does_not_reach_a_kernel(changes: dict[str, int], message: str) -> None:
+    model = tiny_model("llama")
+    batch = pack_row(make_sources())
+    inputs = {**forward_inputs(batch), **{name: value for name, value in changes.items() if name != "tokens"}}
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert embedded.shape[1] == 34
+    if "tokens" in changes:
+        # As prompt tuning does: tokens of its own in front, positions left to the model.
+        embedded = torch.cat([embedded[:, : changes["tokens"]], embedded], dim=1)
+        del inputs["position_ids"]
+    with transformer_engine("2.20") as kind:
+        active = ActivatedModel.of(model, backend=TransformerEngineBackend())
+        with pytest.raises(ValueError, match=message):
+            model(inputs_embeds=embedded, **inputs)
+        assert kind.calls == []
+        model(**forward_inputs(batch))
+        assert len(kind.calls) == 2
+        active.restore()
+    assert not any(name.startswith("_packed_attention") for module in model.modules() for name in vars(module))
+
+
 @pytest.mark.parametrize("version", SIGNATURES)
 def test_te_passes_only_names_that_a_version_has(version: str) -> None:
     row = [torch.randn(6, heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]

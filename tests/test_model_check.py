@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_pack import isolation_check
 from lightning_pack.attention import STRICT_ATTENTION, ActivatedModel, IsolationVerdict, ModelRefusedError, inspect_model
@@ -219,6 +219,16 @@ def test_what_cannot_be_checked_is_refused_with_the_way_out() -> None:
         ValueError, match=r"GptOssForCausalLM does not run a plain sample of \d+ tokens in float64 on cpu .*another"
     ):
         isolation_check(tiny_model("gpt_oss", dtype=torch.float64))
+    without_head = tiny_model("llama").model
+    with pytest.raises(ValueError, match=r"LlamaModel gives no logits for 12 tokens.*such as AutoModelForCausalLM"):
+        isolation_check(without_head)
+    pooled = AutoModelForSequenceClassification.from_config(without_head.config)
+    with pytest.raises(ValueError, match=r"Classification gives logits of shape \[1, 2\] for 12 tokens"):
+        isolation_check(pooled)
+    broken = tiny_model("llama")
+    broken.model.norm = None
+    with pytest.raises(ValueError, match=r"does not run a plain sample .*TypeError: 'NoneType' object is not callable"):
+        isolation_check(broken)
     assert isolation_check(nn.Sequential(tiny_model("llama"))).model == "LlamaForCausalLM"
 
 

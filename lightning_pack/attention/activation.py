@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lightning_pack.attention.backends import Backend
 from lightning_pack.attention.inspection import ModelRefusedError, require_packable
-from lightning_pack.attention.registration import BACKEND_ATTRIBUTE, STRICT_ATTENTION, register
+from lightning_pack.attention.registration import BACKEND_ATTRIBUTE, CHECKED_ATTRIBUTE, STRICT_ATTENTION, register
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,8 @@ class ActivatedModel:
         """Put back attention and KV cache as they were."""
         set_attention(self.model, self.attention)
         for module in self.model.modules():
-            module.__dict__.pop(BACKEND_ATTRIBUTE, None)
+            for name in (BACKEND_ATTRIBUTE, CHECKED_ATTRIBUTE):
+                module.__dict__.pop(name, None)
         for config, use_cache in self.caches:
             config.use_cache = use_cache
 
