@@ -5,6 +5,7 @@ import inspect
 import logging
 import pickle
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_pack.attention.backends.varlen import varlen_unusable
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.pretrained import checkpoint_activations
+from tests.architectures import ARCHITECTURES
 from tests.reference_attention import reference_attention
 from tests.te_stub import SIGNATURES, StubAttention, transformer_engine
 from tests.tiny_models import (
@@ -273,6 +275,13 @@ def test_models_that_ask_for_it_are_refused_before_the_first_step(
                 ActivatedModel.of(model, backend=backend)
     assert kind.made == []
     assert model.config._attn_implementation != ATTENTION
+
+
+def test_varlen_refuses_heads_without_a_kernel_also_where_layers_differ() -> None:
+    gemma = next(a for a in ARCHITECTURES if a.model_type == "gemma4_text")
+    model = replace(gemma, config={**gemma.config, "global_head_dim": 512}).build()
+    assert [layer.head_dim for layer in model.config.per_layer_config] == [8, 512] * 2
+    assert list(VarlenBackend().refusals(model)) == ["heads of 512 (only multiples of 8 up to 256)"]
 
 
 def test_varlen_refuses_heads_without_a_kernel() -> None:

@@ -247,6 +247,13 @@ def test_one_bad_model_leaves_the_others_untouched() -> None:
     assert module.model.config._attn_implementation == "sdpa"
 
 
+def test_two_of_its_kind_are_refused() -> None:
+    module = Plain()
+    with pytest.raises(ValueError, match=r"has several PackedAttention callbacks.*leave one"):
+        quiet_trainer(callbacks=[alone(), PackedAttention(backend="segments")], max_epochs=1).fit(module, rows())
+    assert module.seen == []
+
+
 def test_a_module_without_a_model_is_refused() -> None:
     class Empty(Plain):
         def __init__(self) -> None:

@@ -68,7 +68,12 @@ class PackedAttention(Callback):
     # --- the run -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the callbacks that belong to packed training; refuse layouts without kernels."""
+        """Add the callbacks that belong to packed training; refuse layouts without kernels, and a second one of its kind."""
+        if sum(isinstance(callback, PackedAttention) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "the trainer has several PackedAttention callbacks, and each would set the attention of the same models: leave "
+                "one (the command line always brings one; set it with --attention.*)"
+            )
         parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
         for name in ("context", "eval_context"):
             size = getattr(parallel, name, None) or 1
