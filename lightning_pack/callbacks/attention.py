@@ -43,7 +43,7 @@ class PackedAttention(Callback):
     Raises:
         MemoryProbeError: if such a row does not fit in memory, with what to lower.
         ModelRefusedError: before the first step, for a model in which sources would see each other or that asks for what the
-            backend does not compute, with the reason.
+            backend does not compute, with the reason; later, for one whose attention was set to something else.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
         ValueError: for batches that are not packed, and for context parallelism, since none of its attention kernels gathers
             keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows for kernels of your own.
@@ -68,7 +68,12 @@ class PackedAttention(Callback):
     # --- the run -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the callbacks that belong to packed training; refuse layouts without kernels."""
+        """Add the callbacks that belong to packed training; refuse layouts without kernels, and a second one of its kind."""
+        if sum(isinstance(callback, PackedAttention) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "the trainer has several PackedAttention callbacks, and each would set the attention of the same models: leave "
+                "one (the command line always brings one; set it with --attention.*)"
+            )
         parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
         for name in ("context", "eval_context"):
             size = getattr(parallel, name, None) or 1
@@ -116,7 +121,8 @@ class PackedAttention(Callback):
 
     def _restore(self) -> None:
         active, self._active = self._active, []
-        for model in active:
+        # Backwards: models may share a configuration, and only the first of them found it as it was.
+        for model in reversed(active):
             model.restore()
 
     # configure_model has run and the sanity check has not when each of these is called.
@@ -155,26 +161,31 @@ class PackedAttention(Callback):
     # --- the batches ---------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Refuse a batch that is not packed, and a model that no longer is."""
+        self._require(batch)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Refuse a batch that is not packed, and a model that no longer is."""
+        self._require(batch)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Refuse a batch that is not packed, and a model that no longer is."""
+        self._require(batch)
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refuse a batch that is not packed."""
+        """Refuse a batch that is not packed, and a model that no longer is."""
+        self._require(batch)
+
+    def _require(self, batch: Any) -> None:
         require_packed(batch)
+        for model in self._active:
+            model.require_active()
 
 
 def _has(trainer: Trainer, kind: type[Callback]) -> bool:
