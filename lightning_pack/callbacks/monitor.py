@@ -225,7 +225,8 @@ class PackingMonitor(Callback):
         self._log_evaluation(pl_module, "test", "test")
 
     def _log_evaluation(self, pl_module: LightningModule, stage: str, prefix: str) -> None:
-        stats = self._results[stage] = self._evaluation.stats(sum_over_ranks(self._trainer, self._evaluation.counts))
+        counts = sum_over_ranks(self._trainer, self._evaluation.counts, evaluation=True)
+        stats = self._results[stage] = self._evaluation.stats(counts)
         log_values(pl_module, {f"{prefix}_{name}": value for name, value in stats.ratios().items()}, epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
