@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import varlen
 
 from lightning_pack import ContextSlice, PackedBatch, PackingPolicy, ParallelLayout
-from lightning_pack.attention import ActivatedModel, SegmentsBackend, THDInputs, TransformerEngineBackend, VarlenBackend
+from lightning_pack.attention import (
+    ActivatedModel,
+    SegmentsBackend,
+    THDInputs,
+    TransformerEngineBackend,
+    VarlenBackend,
+    packed_attention,
+)
 from lightning_pack.attention.context_parallel import ContextGroup
+from lightning_pack.attention.registration import BACKEND_ATTRIBUTE
 from lightning_pack.row import IGNORE, EncodedSource
 from tests.reference_attention import reference_attention
 from tests.te_stub import transformer_engine
@@ -60,9 +68,7 @@ def stand_ins(version: str = "2.20") -> Iterator[Any]:
     """Kernels in plain formulas where CUDA would be needed."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(varlen, "varlen_attn", kernel))
-        stack.enter_context(
-            patch("lightning_pack.attention.backends.varlen.varlen_unusable", lambda device, dtype: None)
-        )
+        stack.enter_context(patch("lightning_pack.attention.backends.varlen.varlen_unusable", lambda device, dtype: None))
         yield stack.enter_context(transformer_engine(version))
 
 
@@ -75,6 +81,15 @@ def group_of(layout: ParallelLayout) -> ContextGroup:
 def row_of(lengths: tuple[int, ...], layout: ParallelLayout, **options: Any) -> PackedBatch:
     policy = PackingPolicy(capacity=512, multiple=layout.multiple, **options)
     return PackedBatch.from_packs([policy.build(make_sources(lengths))], pad_id=0)
+
+
+def prompt_row(layout: ParallelLayout) -> PackedBatch:
+    """One source with targets in its last chunk only, which the first rank holds."""
+    ids = torch.arange(3, 3 + 8 * layout.context)
+    labels = torch.full_like(ids, IGNORE)
+    labels[-2:] = ids[-2:]
+    policy = PackingPolicy(capacity=512, multiple=layout.multiple)
+    return PackedBatch.from_packs([policy.build([EncodedSource.of("p", ids, labels)])], pad_id=0)
 
 
 def attention(layout: ParallelLayout) -> dict[str, float]:
@@ -119,10 +134,14 @@ def attention(layout: ParallelLayout) -> dict[str, float]:
     return found
 
 
-def loss_and_gradients(model: Any, batch: PackedBatch, share: float, group: Any = None) -> tuple[float, dict[str, Tensor]]:
-    """Of the model's own mean loss over its targets, which are this share of all; added up over a group."""
+def loss_and_gradients(
+    model: Any, batch: PackedBatch, share: float, group: Any = None, *, own: bool = False
+) -> tuple[float, dict[str, Tensor]]:
+    """Of the mean loss over targets, which are this share of all, added up over a group; ``own``: as the model computes it."""
     model.zero_grad()
-    loss = model(**batch).loss
+    output = model(**batch)
+    # The model's own is in float32.
+    loss = output.loss if own else F.cross_entropy(output.logits[0], batch.shift_labels[0], ignore_index=IGNORE)
     if share:
         total = (loss * share).detach().clone()
         (loss * share).backward()
@@ -141,48 +160,63 @@ def models(layout: ParallelLayout) -> dict[str, list[float]]:
     """For each model: differences of loss and gradients from the unsliced row, targets here, size of the largest gradient."""
     group, found = group_of(layout), {}
     row = row_of((7, 1, 12, 5, 9), layout)
-    # Targets in the last chunk only, which the first rank holds.
-    ids = torch.arange(3, 3 + 8 * layout.context)
-    labels = torch.full_like(ids, IGNORE)
-    labels[-2:] = ids[-2:]
-    policy = PackingPolicy(capacity=512, multiple=layout.multiple)
-    prompt = PackedBatch.from_packs([policy.build([EncodedSource.of("p", ids, labels)])], pad_id=0)
-    for name, batch in {"llama": row, "mistral": row, "llama prompt": prompt, "mistral reentrant": row, "llama again": row}.items():
+    prompt = prompt_row(layout)
+    for name, batch in {
+        "llama": row,
+        "mistral": row,
+        "llama prompt": prompt,
+        "mistral reentrant": row,
+        "llama again": row,
+    }.items():
         model = tiny_model(name.partition(" ")[0], dtype=torch.float64)
         backend = SegmentsBackend()
         active = ActivatedModel.of(model, backend=backend)
-        expected = loss_and_gradients(model, batch, 1.0)
+        own = name == "llama prompt"
+        expected = loss_and_gradients(model, batch, 1.0, own=own)
         if name.endswith(("reentrant", "again")):
             model.gradient_checkpointing_enable({"use_reentrant": name.endswith("reentrant")})
         backend.context = group
         part = ContextSlice.of(batch, layout=layout, rank=group.rank, group=group.process_group)
         targets = int(part.loss_mask.sum())
-        loss, gradients = loss_and_gradients(model, part, targets / part.targets, group.process_group)
+        loss, gradients = loss_and_gradients(model, part, targets / part.targets, group.process_group, own=own)
         active.restore()
         size = max(float(gradient.abs().max()) for gradient in gradients.values())
         found[name] = [abs(loss - expected[0]), largest_difference(gradients, expected[1]), targets, size]
     return found
 
 
-def compiled(layout: ParallelLayout) -> float:
-    """Difference of a compiled model's outputs from those of the full row."""
+class Layer(nn.Module):
+    """An attention layer without weights."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int) -> Tensor:
+        boundaries = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+        out, _ = packed_attention(self, query * 2, key, value, None, **boundaries)
+        return out * 3
+
+
+def compiled(layout: ParallelLayout) -> list[float]:
+    """Difference of a compiled layer's outputs and gradients from those of the layer; number of graphs."""
     group, row = group_of(layout), row_of((7, 1, 12), layout)
-    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=1).requires_grad_(False)
-    backend = SegmentsBackend()
-    ActivatedModel.of(model, backend=backend)
-    part = ContextSlice.of(row, layout=layout, rank=group.rank)
-    inputs = [batch.model_inputs() for batch in (row, part)]
-    expected = model(**inputs[0]).logits[:, part.indices]
+    layer, backend = Layer(), SegmentsBackend()
+    setattr(layer, BACKEND_ATTRIBUTE, backend)
     backend.context = group
+    part = ContextSlice.of(row, layout=layout, rank=group.rank)
+    shape = (part.input_ids.shape[1], SIZE)
+    generator = torch.Generator().manual_seed(group.rank)
+    parts = [torch.randn(1, heads, *shape, dtype=torch.float64, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
     graphs: list[Any] = []
 
     def keep(graph: Any, examples: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    found = torch.compile(model, backend=keep)(**inputs[1]).logits
-    assert len(graphs) > 1  # something was compiled, and attention was not
-    return float((found - expected).abs().max())
+    results = []
+    for call in (layer, torch.compile(layer, backend=keep)):
+        leaves = [tensor.clone().requires_grad_() for tensor in parts]
+        out = call(*leaves, part.cu_seqlens_padded, part.max_seqlen)
+        out.square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return [max(float((a - b).abs().max()) for a, b in zip(*results, strict=True)), len(graphs)]
 
 
 def refusals(layout: ParallelLayout) -> dict[str, str]:
@@ -198,23 +232,27 @@ def refusals(layout: ParallelLayout) -> dict[str, str]:
             found[name] = f"{type(e).__name__}: {e}"
 
     for name, changes in {
-        "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 8},
+        "dynamic": {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            "max_position_embeddings": 8,
+        },
         "full": {},
     }.items():
         model, backend = tiny_model("llama", **changes), SegmentsBackend()
         ActivatedModel.of(model, backend=backend)
         backend.context = group
-        refused(name, lambda: model(**(row if name == "full" else part)))
-    tensors = [torch.ones(part.input_ids.shape[1], heads, 8, dtype=torch.float64) for heads in (4, 3, 3)]
-    for version in ("2.9", "2.17", "2.18"):
+        refused(name, partial(model, **(row if name == "full" else part)))
+    tensors = [torch.ones(part.input_ids.shape[1], heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    three = ContextGroup(rank=0, ranks=(0, 1, 2), process_group=None)
+    for version, context in (("2.9", group), ("2.17", three), ("2.18", three), ("2.10", group)):
         with transformer_engine(version):
-            backend = TransformerEngineBackend()
-            backend.context = SimpleNamespace(size=3, places=lambda inputs: None) if version == "2.17" else group
-            refused(f"te {version}", lambda: list(backend.refusals(tiny_model("mistral")))[0])
-            refused(f"te {version} call", lambda: backend(*tensors, inputs=THDInputs.of(part), window=3))
-            found[f"te {version} says"] = " ".join(backend.refusals(tiny_model("mistral")))
-            assert not list(backend.refusals(tiny_model("llama")))
+            te = TransformerEngineBackend()
+            te.context = context
+            assert not list(te.refusals(tiny_model("llama")))
+            found[f"te {version}"] = " ".join(te.refusals(tiny_model("mistral")))
+            if found[f"te {version}"]:
+                refused(f"te {version} call", partial(te, *tensors, inputs=THDInputs.of(part), window=4))
     backend = SegmentsBackend()
     backend.context = group
-    refused("bidirectional", lambda: backend(*tensors, inputs=THDInputs.of(part), causal=False))
+    refused("bidirectional", partial(backend, *tensors, inputs=THDInputs.of(part), causal=False))
     return found

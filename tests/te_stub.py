@@ -69,8 +69,17 @@ def _signatures() -> dict[str, tuple[list[str], list[str]]]:
     return table
 
 
+def _at_least(version: str, other: str) -> bool:
+    return tuple(map(int, version.split("."))) >= tuple(map(int, other.split(".")))
+
+
 #: For each version that changed them: arguments of ``DotProductAttention.__init__`` and of its ``forward``, in order.
 SIGNATURES = _signatures()
+
+
+def signature_of(version: str) -> tuple[list[str], list[str]]:
+    """Those of a version, which has them from an earlier one if it changed nothing."""
+    return next(names for since, names in reversed(SIGNATURES.items()) if _at_least(version, since))
 
 
 class StubAttention(nn.Module):
@@ -84,7 +93,7 @@ class StubAttention(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        names, _ = SIGNATURES[self.version]
+        names, _ = signature_of(self.version)
         assert not args, "arguments of __init__ have moved between versions: pass them by keyword"
         unknown = kwargs.keys() - set(names)
         assert not unknown, f"__init__ of {self.version} has no {sorted(unknown)}"
@@ -102,21 +111,18 @@ class StubAttention(nn.Module):
     def set_context_parallel_group(self, *args: Any, **kwargs: Any) -> None:
         assert not args, "an argument came in 2.19: pass them by keyword"
         names = {"cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"}
-        names |= {"load_balancing_strategy"} if self._at_least("2.19") else set()
+        names |= {"load_balancing_strategy"} if _at_least(self.version, "2.19") else set()
         assert names - {"load_balancing_strategy"} <= kwargs.keys() <= names
         self.cp_group, self.cp_comm_type = kwargs["cp_group"], kwargs["cp_comm_type"]
         self.cp_size, self.cp_rank = dist.get_world_size(self.cp_group), dist.get_rank(self.cp_group)
         assert kwargs["cp_global_ranks"] == dist.get_process_group_ranks(self.cp_group)
         since = {"p2p": "2.0", "a2a": "2.10", "all_gather": "2.18", "a2a+p2p": "2.19"}[self.cp_comm_type]
-        assert self._at_least(since), f"THD with {self.cp_comm_type} came in {since}"
+        assert _at_least(self.version, since), f"THD with {self.cp_comm_type} came in {since}"
         if self.options["window_size"] != (-1, 0):
             assert self.cp_comm_type in ("a2a", "all_gather"), "no sliding window otherwise"
         if self.cp_comm_type == "a2a":
             assert self.options["num_attention_heads"] % self.cp_size == 0
             assert self.options["num_gqa_groups"] % self.cp_size == 0
-
-    def _at_least(self, version: str) -> bool:
-        return tuple(map(int, self.version.split("."))) >= tuple(map(int, version.split(".")))
 
     def _held(self, offsets: list[int]) -> Tensor:
         """Places of the full row that this rank holds: of each source chunks r and 2c - 1 - r."""
@@ -128,7 +134,7 @@ class StubAttention(nn.Module):
         return torch.tensor(held)
 
     def _call(self, *args: Any, **kwargs: Any) -> Tensor:
-        _, names = SIGNATURES[self.version]
+        _, names = signature_of(self.version)
         assert not args, "arguments of forward have moved between versions: pass them by keyword"
         unknown = kwargs.keys() - set(names)
         assert not unknown, f"forward of {self.version} has no {sorted(unknown)}"
@@ -205,7 +211,7 @@ def stub_class(version: str) -> type[StubAttention]:
         return self._call(*args, **kwargs)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, default=None) for name in SIGNATURES[version][1]]
+    parameters = [inspect.Parameter(name, kind, default=None) for name in signature_of(version)[1]]
     forward.__signature__ = inspect.Signature([inspect.Parameter("self", kind), *parameters])  # type: ignore[attr-defined]
     members = {"version": version, "made": [], "calls": [], "instances": [], "forward": forward}
     return type("DotProductAttention", (StubAttention,), members)

@@ -136,14 +136,13 @@ def segment_attention(
         raise ValueError(f"a segment of {uneven} tokens cannot be cut in {of} equal chunks: pad sources to a multiple of {of}")
     pieces = iter(query.split([size // of for size in sizes for _ in chunks], 2))
     outputs = []
-    for number, keys in enumerate(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True)):
+    for number, (keys, values) in enumerate(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True)):
         for chunk in chunks:
             piece, stop = next(pieces), sizes[number] // of * (chunk + 1)
             if number in gaps:
                 outputs.append(value.new_zeros(1, *piece.shape[1:3], value.shape[3]))
             elif piece.shape[2]:
-                prefix = keys if chunk + 1 == of else [tensor.narrow(2, 0, stop) for tensor in keys]
-                outputs.append(_segment(piece, *prefix, rule))
+                outputs.append(_segment(piece, _first(keys, stop), _first(values, stop), rule))
     return torch.cat(outputs, dim=2)
 
 
@@ -157,6 +156,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
         raise ValueError(f"{query.shape[1]} query heads cannot be shared out over {key.shape[1]} key heads: {shapes}")
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise ValueError(f"sinks have one score for each of {query.shape[1]} query heads, got shape {list(sinks.shape)}")
+
+
+def _first(tensor: Tensor, length: int) -> Tensor:
+    return tensor if tensor.shape[2] == length else tensor.narrow(2, 0, length)
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:

@@ -71,8 +71,8 @@ def _check_strategy(trainer: Trainer, layout: ParallelLayout) -> None:
         size = strategy.device_mesh["tensor_parallel"].size()
         if size != layout.tensor:
             raise ValueError(
-                f"ModelParallelStrategy has {size} tensor-parallel ranks and the datamodule's layout tensor={layout.tensor}: they "
-                f"would not agree on who shares a row, so set ParallelLayout(tensor={size})"
+                f"ModelParallelStrategy has {size} tensor-parallel ranks and the layout has tensor={layout.tensor}: they would "
+                f"not agree on who shares a row, so set ParallelLayout(tensor={size})"
             )
 
 
