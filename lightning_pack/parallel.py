@@ -32,7 +32,8 @@ class ParallelLayout:
         tensor: tensor-parallel size.
         context: context-parallel size in training.
         sequence: whether activations are also split over the tensor-parallel group (sequence parallelism).
-        eval_context: context-parallel size in evaluation, where it differs; rows then suit both.
+        eval_context: context-parallel size in evaluation, where it differs; rows then suit both, and evaluation data is dealt
+            out over the data-parallel ranks that are left then.
 
     Example:
         >>> ParallelLayout(tensor=2, context=4, sequence=True).multiple

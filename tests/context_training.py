@@ -110,6 +110,7 @@ class Run:
             parallel=ParallelLayout(**self.layout),
         )
         trainer.fit(module, datamodule, ckpt_path=self.resume)
+        assert "on_before_batch_transfer" not in vars(module)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name}
         return {
             "weights": module.weights(),
@@ -118,8 +119,7 @@ class Run:
             "losses": module.losses,
             "val_loss": logged.pop("val_loss"),
             "logged": {name: value for name, value in logged.items() if name != "train_loss"},
-            "counts": {stage: repr(stats) for stage, stats in monitor._results.items()},
-            "hooked": "on_before_batch_transfer" in vars(module),
+            "counts": dict(monitor._results),
         }
 
 
@@ -194,6 +194,12 @@ def pair(argument: dict[str, Any]) -> dict[str, Any]:
     results["own"] = users_own(ParallelLayout(context=2), devices=2)
     layout = ParallelLayout(context=2)
     results |= {check.__name__: check(layout) for check in (attention, models, compiled, refusals)}
+    try:
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+        trainer = quiet_trainer(callbacks=[PackedAttention()], strategy=strategy, devices=2)
+        trainer.fit(PlainModule(), datamodule=Own(ParallelLayout(context=2), []))
+    except ValueError as e:
+        results["refusals"]["mesh"] = str(e)
     torch.save(results, folder / f"pair.{torch.distributed.get_rank()}.pt")
     return {}
 
@@ -205,6 +211,7 @@ def four(argument: dict[str, Any]) -> dict[str, Any]:
         "data": Run(data=data, layout={"context": 2}).results(devices=4),
         "tensor": Run(data=data, layout={"context": 2, "tensor": 2}).results(devices=4),
     }
-    results |= {check.__name__: check(ParallelLayout(context=4)) for check in (attention, models)}
+    layout = ParallelLayout(context=4)
+    results |= {"attention": attention(layout), "models": models(layout, ("mistral", "llama prompt"))}
     torch.save(results, folder / f"four.{torch.distributed.get_rank()}.pt")
     return {}

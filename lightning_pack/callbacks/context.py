@@ -55,7 +55,8 @@ class ContextParallel:
         if group is None or not isinstance(batch, PackedBatch) or isinstance(batch, ContextSlice):
             return batch
         layout = self._layout if trainer.training else self._layout.evaluation
-        return ContextSlice.of(batch, layout=layout, rank=group.rank, group=group.process_group)
+        part = ContextSlice.of(batch, layout=layout, rank=group.rank, group=group.process_group)
+        return part.pin_memory() if batch.input_ids.is_pinned() else part
 
 
 def _check_strategy(trainer: Trainer, layout: ParallelLayout) -> None:

@@ -57,11 +57,11 @@ def gather_examples(examples: Mapping[str, Examples], stages: Iterable[str]) -> 
 
 
 def _merged(ranks: Iterable[Mapping[str, list[str]]]) -> Examples:
-    """Those of lower ranks first, cut to :data:`EXAMPLES` for each reason."""
+    """Those of lower ranks first, cut to :data:`EXAMPLES` for each reason; ranks that share their rows have the same."""
     merged: Examples = {}
     for examples in ranks:
         for reason, keys in examples.items():
-            merged[reason] = [*merged.get(reason, []), *keys][:EXAMPLES]
+            merged[reason] = list(dict.fromkeys([*merged.get(reason, []), *keys]))[:EXAMPLES]
     return merged
 
 

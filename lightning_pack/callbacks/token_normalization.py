@@ -8,7 +8,8 @@ batch weighs more. Here the gradient of an optimizer step is the gradient of
 over all micro-batches of the accumulation window and all data-parallel ranks. Lightning divides a loss by
 ``accumulate_grad_batches`` and averages gradients over ranks; with n targets in a micro-batch, N in the window on all ranks, W
 ranks and A micro-batches to a window, each loss is multiplied by ``n / C`` before its backward and the gradients by
-``A * W * C / N`` before clipping. A window that is cut short needs no other formula, since Lightning still divides by A.
+``A * W * C / N`` before clipping. A window that is cut short needs no other formula, since Lightning still divides by A. Under
+context parallelism a micro-batch is what a rank holds of its row, and W counts the context-parallel ranks as well.
 """
 
 from __future__ import annotations
