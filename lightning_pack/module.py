@@ -122,16 +122,21 @@ class PackedCausalLM(LightningModule):
         del inputs["labels"], inputs["shift_labels"]
         return self.model(**inputs).logits
 
-    def _loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _total(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Sum of the losses of the target tokens, float32 or wider, and their number."""
         logits = self(batch)[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(logits, batch.shift_labels[0], ignore_index=IGNORE, reduction="sum")
         return total, batch.loss_mask.sum()
 
+    def _loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Mean loss over the target tokens, float32 or wider, and their number."""
+        total, count = self._total(batch)
+        return total / count.clamp(min=1), count
+
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         """Mean loss over the target tokens of the row, or of what this rank holds of it; logged is that of the whole row."""
-        total, count = self._loss(batch)
+        total, count = self._total(batch)
         logged = batch.token_mean(total.detach())
         self.log("train_loss", logged, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         return total / count.clamp(min=1)
@@ -147,8 +152,8 @@ class PackedCausalLM(LightningModule):
     def _evaluate(self, batch: PackedBatch, metric: Metric, name: str, dataloader_idx: int) -> None:
         if dataloader_idx:
             raise ValueError(f"{name} is the mean over one loader, but there are several: give one evaluation loader")
-        total, count = self._loss(batch)
-        metric.update(total / count.clamp(min=1), count)
+        loss, count = self._loss(batch)
+        metric.update(loss, count)
         self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
 
     # --- before the first step -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from lightning_pack import ContextSlice, PackedAttention, ParallelLayout
+from lightning_pack.attention import ContextGroup, THDInputs, VarlenBackend
 from lightning_pack.attention.context_places import ContextPlaces
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.module import PackedCausalLM
-from tests.context_ranks import MODELS, row_of
+from tests.context_ranks import LENGTHS, MODELS, row_of
 from tests.context_training import Own, PlainModule, Run, users_own
 from tests.ranks import on_ranks
+from tests.reference_attention import reference_attention
 from tests.tiny_models import largest_difference, quiet_trainer, tiny_config
 
 Results = list[dict[str, Any]]
@@ -204,6 +208,36 @@ def test_rotary_frequencies_of_a_part_are_those_of_the_full_row(context: int) ->
         assert not torch.equal(part.position_ids[0, 0], torch.arange(part.input_ids.shape[1]))
         for mine, all_of_it in zip(rotary(values, part.position_ids[1:]), full, strict=True):
             assert torch.equal(mine, all_of_it[:, part.indices] if mine.dim() == 3 else all_of_it[:, :, part.indices])
+
+
+@dataclass(frozen=True, eq=False)
+class Together(ContextGroup):
+    """A group whose ranks are this process, one after the other; it gathers what it is made with."""
+
+    gathered: Any = None
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gathered
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("window", [None, 5, 70])
+def test_the_varlen_kernel_aligns_queries_at_the_end_of_longer_keys(context: int, window: int | None) -> None:
+    layout, device = ParallelLayout(context=context), torch.device("cuda")
+    row = row_of(LENGTHS, layout).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "generator": generator}
+    full = [torch.randn(row.width, heads, 64, **options) for heads in (4, 2, 2)]
+    offsets = row.cu_seqlens_padded.tolist()
+    expected = reference_attention(*(tensor.double().cpu() for tensor in full), offsets=offsets, scale=0.125, window=window)
+    parts = [ContextSlice.of(row, layout=layout, rank=rank) for rank in range(context)]
+    gathered = tuple(torch.cat([tensor[part.indices] for part in parts]) for tensor in full[1:])
+    for rank, part in enumerate(parts):
+        backend = VarlenBackend()
+        backend.context = Together(rank=rank, ranks=tuple(range(context)), process_group=None, gathered=gathered)
+        out = backend(*(tensor[part.indices] for tensor in full), inputs=THDInputs.of(part), scale=0.125, window=window)
+        torch.testing.assert_close(out.double().cpu(), expected[part.indices.cpu()], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("context", [2, 3, 4])
