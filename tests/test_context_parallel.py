@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ from transformers import AutoConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from lightning_pack import ContextSlice, PackedAttention, ParallelLayout
-from lightning_pack.attention import ContextGroup, THDInputs, VarlenBackend
+from lightning_pack.attention import ContextGroup, SegmentsBackend, THDInputs, TransformerEngineBackend, VarlenBackend
 from lightning_pack.attention.context_places import ContextPlaces
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.module import PackedCausalLM
-from tests.context_ranks import LENGTHS, MODELS, row_of
+from tests.context_ranks import LENGTHS, MODELS, row_of, stand_ins
 from tests.context_training import Own, PlainModule, Run, users_own
 from tests.ranks import on_ranks
 from tests.reference_attention import reference_attention
@@ -278,6 +280,17 @@ def test_a_slice_is_a_batch_that_counts_as_its_row() -> None:
         moved.token_mean(torch.tensor(3.0))
     with pytest.raises(ValueError, match="cut already, this is the part of rank 1 of 2"):
         ContextSlice.of(moved, layout=layout, rank=0)
+
+
+def test_a_copied_model_stays_on_its_ranks_and_a_pickled_one_cannot() -> None:
+    group = ContextGroup(rank=0, ranks=(0, 1), process_group=None)
+    with stand_ins():
+        for kind in (SegmentsBackend, VarlenBackend, TransformerEngineBackend):
+            backend = kind()
+            backend.context = group
+            assert copy.deepcopy(backend).context is group
+            with pytest.raises(TypeError, match=r"cannot be pickled, since its process group .* save its state_dict\(\)"):
+                pickle.dumps(backend)
 
 
 def test_ranks_are_numbered_with_tensor_parallelism_fastest() -> None:
