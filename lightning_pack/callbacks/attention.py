@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lightning_pack.attention import ActivatedModel, BackendChoice, choose_backend, find_models, inspect_model
 from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.attention.inspection import ModelRefusedError
+from lightning_pack.attention.positions import require_positions
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
@@ -186,7 +187,7 @@ class PackedAttention(Callback):
 
     # --- the batches ---------------------------------------------------------------------------------------------------
 
-    def _begin_step(self, trainer: Trainer, batch: Any) -> None:
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         packed = require_packed(batch)
         group = None if self._context is None else self._context.group(trainer)
         expected = 1 if group is None else group.size
@@ -196,33 +197,41 @@ class PackedAttention(Callback):
                 f"the step got a row that is cut for {found} context-parallel ranks, and {expected} share a row: leave the "
                 "cutting to PackedAttention, after on_before_batch_transfer"
             )
+        for found_now in find_models(pl_module):
+            if all(found_now is not model.model for model in self._active):
+                raise ModelRefusedError(
+                    f"{type(found_now).__name__} was put into {type(pl_module).__name__} after the run had begun, so nothing "
+                    "keeps the sources of a packed row apart in it: assign models in __init__ or configure_model"
+                )
         for model in self._active:
             model.require_active()
+            if model.positions is not None:
+                require_positions(packed, most=model.positions, model=type(model.model).__name__)
             if model.backend is not None:
                 # Evaluation in between may have had another group.
                 model.backend.context = group
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Refuse a batch that is not packed, and a model that no longer is."""
-        self._begin_step(trainer, batch)
+        self._begin_step(trainer, pl_module, batch)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Refuse a batch that is not packed, and a model that no longer is."""
-        self._begin_step(trainer, batch)
+        self._begin_step(trainer, pl_module, batch)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Refuse a batch that is not packed, and a model that no longer is."""
-        self._begin_step(trainer, batch)
+        self._begin_step(trainer, pl_module, batch)
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Refuse a batch that is not packed, and a model that no longer is."""
-        self._begin_step(trainer, batch)
+        self._begin_step(trainer, pl_module, batch)
 
 
 def _has(trainer: Trainer, kind: type[Callback]) -> bool:
