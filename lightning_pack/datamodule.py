@@ -26,6 +26,9 @@ from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
+from lightning_pack.offline.agreement import replayed
+from lightning_pack.offline.manifest import Manifest
+from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
@@ -42,11 +45,16 @@ class EnergonPackDataModule(pl.LightningDataModule):
     passes over the data. Validation reads the split ``val`` from its beginning every time. Batches are
     :class:`~lightning_pack.PackedBatch`.
 
+    A folder that ``lightning-pack prepack`` wrote is recognised, and its rows come as they are, one to a batch, in an order
+    that ``seed`` draws. ``packing``, ``tokenizer``, ``encoder`` and ``group_by`` may then be left out; what is given must be
+    what the rows were made with, except ``packing.balance`` and ``packing.window``, which only order them.
+
     Args:
         path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an
             object store, where ``PROFILE`` is one of the multi-storage client's configuration.
         tokenizer: folder of a tokenizer, or a tokenizer; None takes the folder ``tokenizer`` inside ``path``.
-        packing: the packing rules. ``packing.multiple`` is raised to what ``parallel`` asks for.
+        packing: the packing rules; None is ``PackingPolicy(capacity=2048)``. ``packing.multiple`` is raised to what
+            ``parallel`` asks for.
         num_workers: loader processes per rank; 0 loads in the main process.
         parallel: how the model is spread over devices; the ranks left over are data parallel.
         shuffle_buffer_size: samples a worker draws from at random before encoding; 0 keeps the order of reading.
@@ -79,7 +87,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         path: str | Path,
         *,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
-        packing: PackingPolicy = PackingPolicy(capacity=2048),  # noqa: B008 - frozen
+        packing: PackingPolicy | None = None,
         num_workers: int = 2,
         parallel: ParallelLayout = ParallelLayout(),  # noqa: B008 - frozen
         shuffle_buffer_size: int = 256,
@@ -107,9 +115,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+        rules = PackingPolicy(capacity=2048) if packing is None else packing
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
-        if group_by is not None and (packing.min_bins, packing.bins_multiple_of) != (None, 1):
+        if group_by is not None and (rules.min_bins, rules.bins_multiple_of) != (None, 1):
             raise ValueError(
                 f"group_by={group_by!r} keeps sources apart, which packing.min_bins and packing.bins_multiple_of would move"
             )
@@ -123,7 +132,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
-        self._asked = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
+        self._given_packing = packing
+        self._asked = replace(rules, multiple=lcm(rules.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
         self.packs_per_batch = packs_per_batch
@@ -137,7 +147,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.worker_timeout = worker_timeout
         self.storage_retry = storage_retry
         self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
+        self._given_tokenizer = tokenizer is not None
         self._encoder = encoder
+        #: Of rows that are replayed.
+        self._row_encoder: RowEncoder | None = None
         self._group_by = group_by
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
@@ -163,7 +176,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     @property
     def encoder(self) -> Encoder:
-        """Record -> source."""
+        """Record -> source; or stored row -> row."""
+        if self._row_encoder is not None:
+            return self._row_encoder
         if self._encoder is None:
             self._encoder = RecordEncoder(self.tokenizer, group_by=self._group_by)
         return self._encoder
@@ -194,6 +209,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 )
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        replay = self._replay(self.path)
+        if replay is not None:
+            self._row_encoder, self._asked = replay
         self._spread = Spread(
             rank=rank, ranks=ranks, num_workers=self.num_workers, timeout=self.worker_timeout, epochs=self.epochs
         )
@@ -207,6 +225,23 @@ class EnergonPackDataModule(pl.LightningDataModule):
             packs_per_batch=self.packs_per_batch,
             on_damaged=self.on_damaged,
         )
+
+    def _replay(self, path: str) -> tuple[RowEncoder, ReplayPolicy] | None:
+        """How rows that were written ahead come as they are; None for other data."""
+        manifest = Manifest.read(path)
+        if manifest is None:
+            return None
+        policy = replayed(
+            path,
+            manifest,
+            packing=self._given_packing,
+            multiple=self.parallel.multiple,
+            encoder=self._encoder,
+            tokenizer=self.tokenizer if self._given_tokenizer else None,
+            group_by=self._group_by,
+            packs_per_batch=self.packs_per_batch,
+        )
+        return RowEncoder(manifest), policy
 
     def _set_up_training(self) -> None:
         trainer = self.trainer
@@ -280,6 +315,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
             return []
         workers = self._spread.workers()
         options = replace(self.options, path=path, policy=self.packing)
+        if path != self.path:
+            replay = self._replay(path)
+            if (replay is None) != (self._row_encoder is None):
+                raise ValueError(
+                    f"of {self.path!r} and val_path={path!r} one holds packed rows and the other does not: give rows for both"
+                )
+            if replay is not None:
+                options = replace(options, encoder=replay[0], policy=replay[1])
         if options.policy.algorithm == "auto":
             if self._stream is not None:
                 self._stream.settle()
