@@ -51,7 +51,7 @@ class RowEncoder:
         self._fixed = bool(manifest.packing["fixed_boundaries"])
 
     def __call__(self, key: str, record: Mapping[str, Any]) -> StoredRow:
-        """The row whose members are ``record``; one that cannot be trained on has no tokens and names its sources in :attr:`StoredRow.news`."""
+        """The row whose members are ``record``; one without any tokens names what is left out in its :attr:`StoredRow.news`."""
         try:
             row = Row.of(record, key=key)
         except DamagedRowError as e:

@@ -1,8 +1,8 @@
 """Encoded sources on disk, between encoding and packing: only where they lie and how long they are is in memory.
 
 The data is read in parts, whose number depends on the data alone. A part is two files: ``part-00012.bin``, and
-``part-00012.npz`` with an index, which
-appears when the part is complete. So a run that was ended encodes only those parts again that were under way, on any number of processes.
+``part-00012.npz`` with an index, which appears when the part is complete. So a run that was ended encodes only those parts
+again that were under way, on any number of processes.
 """
 
 from __future__ import annotations
