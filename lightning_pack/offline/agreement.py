@@ -81,6 +81,8 @@ def _packing(manifest: Manifest, packing: PackingPolicy) -> list[str]:
             continue
         if name not in DECIDE_ROWS:
             lines.append(f"  packing.{name}: not used with rows that are decided, {value!r} now")
+        elif name not in manifest.packing:
+            lines.append(f"  packing.{name}: not known for these rows, which were converted, {value!r} now")
         elif value != manifest.packing[name]:
             lines.append(f"  packing.{name}: {manifest.packing[name]!r} in the rows, {value!r} now")
     return lines

@@ -50,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     rules.add_argument("--delta", type=int, metavar="N", help="with balanced_greedy_knapsack (default: 0)")
     rules.add_argument("--seed", type=int, metavar="N", help="of the order of the rows (default: 0)")
     reading = parser.add_argument_group("reading and writing")
+    reading.add_argument(
+        "--format",
+        choices=("rows", "megatron-bridge"),
+        help="megatron-bridge writes Parquet files for Megatron-Bridge too, in OUT/megatron-bridge (default: rows)",
+    )
     reading.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: 'tokenizer' inside the dataset)")
     reading.add_argument("--group-by", metavar="FIELD", help="records that differ in this field do not share a row")
     reading.add_argument("--splits", nargs="+", metavar="NAME", help="to write (default: those of train, val, test there are)")
@@ -86,4 +91,13 @@ def main(args: list[str]) -> None:
 
     from lightning_pack.offline.prepack import prepack
 
-    print(prepack(data, out, progress=progress, **options).summary())
+    form = options.pop("format", "rows")
+    if form == "megatron-bridge":
+        # Before hours of encoding, if what it needs is not installed.
+        from lightning_pack.offline.megatron_bridge import need_parquet, write_parquet
+
+        need_parquet()
+    made = prepack(data, out, progress=progress, **options)
+    print(made.summary())
+    if form == "megatron-bridge":
+        print(f"written: {len(write_parquet(made.path, made.path / form))} Parquet files in {made.path / form}")

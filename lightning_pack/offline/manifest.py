@@ -197,8 +197,8 @@ class Manifest:
         return found
 
     def policy(self) -> PackingPolicy:
-        """The packing rules that the rows were made with."""
-        return global_policy(**self.packing)
+        """The packing rules that the rows were made with; rows that others decided have an algorithm of no meaning."""
+        return global_policy(**{"algorithm": "minimum_bin_slack"} | dict(self.packing))
 
     def summary(self) -> str:
         """A few lines for people."""

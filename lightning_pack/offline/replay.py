@@ -48,7 +48,7 @@ class RowEncoder:
     def __init__(self, manifest: Manifest) -> None:
         self.pad_id = manifest.pad_id
         self._rows = manifest.digest
-        self._fixed = bool(manifest.packing["fixed_boundaries"])
+        self._fixed = bool(manifest.packing.get("fixed_boundaries"))
 
     def __call__(self, key: str, record: Mapping[str, Any]) -> StoredRow:
         """The row whose members are ``record``; one without any tokens names what is left out in its :attr:`StoredRow.news`."""

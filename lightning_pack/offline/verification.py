@@ -136,6 +136,12 @@ class _Split:
                 self._seen[number] = True
         self._digest += row.digest
         if not self._own:
+            rooms = np.diff(row.offsets)
+            if row.offsets[-1] > self._policy.capacity or (rooms % self._policy.multiple).any():
+                self._problems.append(
+                    f"{place}: boundaries {list(row.offsets)[:8]} go beyond capacity={self._policy.capacity}, or are not "
+                    f"multiples of {self._policy.multiple}"
+                )
             return
         try:
             if self._policy.layout(row.lengths).cu_seqlens_padded.tolist() != list(row.offsets):
