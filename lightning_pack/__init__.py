@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_pack.energon.worker import WorkerFailedError
     from lightning_pack.flops import ModelFlops
     from lightning_pack.module import PackedCausalLM
+    from lightning_pack.offline import ManifestError, VerificationError, prepack
     from lightning_pack.parallel import ParallelLayout
     from lightning_pack.planner import plan
     from lightning_pack.policy import PackingPolicy
@@ -27,6 +28,7 @@ _HOMES = {
     "ContextSlice": "context",
     "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
+    "ManifestError": "offline",
     "ModelFlops": "flops",
     "PackedAttention": "callbacks",
     "PackedBatch": "row",
@@ -40,10 +42,12 @@ _HOMES = {
     "StorageError": "energon.outage",
     "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
+    "VerificationError": "offline",
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
     "plan": "planner",
+    "prepack": "offline",
     "register_packer": "binning",
 }
 
@@ -51,6 +55,7 @@ __all__ = [
     "ContextSlice",
     "DamagedDataError",
     "EnergonPackDataModule",
+    "ManifestError",
     "ModelFlops",
     "PackedAttention",
     "PackedBatch",
@@ -64,10 +69,12 @@ __all__ = [
     "StorageError",
     "StorageRetry",
     "TokenNormalizedGradients",
+    "VerificationError",
     "WorkerFailedError",
     "isolation_check",
     "lower_bound",
     "plan",
+    "prepack",
     "register_packer",
 ]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from lightning_pack.offline import Manifest, VerificationError, prepack, row_wri
 from lightning_pack.offline.row_file import Row, ShardFile, samples_of
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
 from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, records, rewrite, sources_of
+from tests.prepared_files import read_back
 
 COUNT = 2000
 #: Of the data that is written many times: three parts of the encoding.
@@ -242,6 +245,70 @@ def test_rows_of_fixed_shape(tmp_path: Path) -> None:
     assert {len(batch.cu_seqlens) for batch in batches} == {6}
     assert {len(batch.source_keys) for batch in batches} > {5}
     assert verify(made.path).sources == 90
+
+
+class PlainNumbers(NumberEncoder):
+    """Sources that may be split."""
+
+    def __call__(self, key: str, record: Any) -> Any:
+        source = super().__call__(key, record)
+        source.splittable = True
+        return source
+
+
+@pytest.mark.parametrize("rule", ["truncate", "split"])
+def test_long_sources_are_cut_as_they_are_online(tmp_path: Path, rule: Any) -> None:
+    data = write_webdataset(tmp_path / "data", {"train": records_of([*lengths(60, most=30), 70, 100, 200])})
+    rows = pack_rows(data, tmp_path / "rows", overlength=rule, encoder=PlainNumbers())
+    policy = PackingPolicy(CAPACITY, multiple=4, overlength=rule)
+    online = EnergonPackDataModule(data, encoder=PlainNumbers(), packing=policy, epochs=1, num_workers=0)
+    # The rule for long sources is a setting that the rows know.
+    replayed = EnergonPackDataModule(rows.path, packing=policy, epochs=1, num_workers=0)
+    found = []
+    for each in (online, replayed):
+        each.setup("fit")
+        found.append(sorted(sources_of(each.train_dataloader())))
+    assert found[0] == found[1]
+    assert len(found[0]) == (63 if rule == "truncate" else 60 + 2 + 2 + 4)
+    gone = rows.manifest.splits["train"].left_out
+    assert {reason: each.tokens for reason, each in gone.items()} == ({"truncated": 6 + 36 + 136} if rule == "truncate" else {})
+    assert verify(rows.path).sources == len(found[0])
+    state = replayed.state_dict()
+    again = EnergonPackDataModule(rows.path, epochs=1, num_workers=0)
+    again.setup("fit")
+    again.load_state_dict(state)
+    assert len(sources_of(again.train_dataloader())) == len(found[0])
+
+
+def test_energon_itself_reads_the_rows(few_rows: Path) -> None:
+    read = read_back(few_rows, "train")
+    found = Manifest.read(few_rows)
+    assert found is not None
+    assert sorted(sample.record["row"] for sample in read) == list(range(found.splits["train"].rows))
+
+
+def test_a_process_that_dies_or_fails_ends_the_run(few: Path, tmp_path: Path) -> None:
+    class Deadly(NumberEncoder):
+        def __call__(self, key: str, record: Any) -> Any:
+            if key == "train000300":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(key, record)
+
+    with pytest.raises(ValueError, match=r"encoding train: a process died.*The same command goes on where this one stopped"):
+        pack_rows(few, tmp_path / "rows", workers=2, encoder=Deadly())
+    assert pack_rows(few, tmp_path / "rows", workers=2).fresh
+    with pytest.raises(ValueError, match=r"sample 'train\d+' has \d+ tokens, more than capacity=64"):
+        pack_rows(few, tmp_path / "others", workers=2, overlength="error")
+
+
+def test_only_one_run_writes_at_a_time(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workplace, "_LAST_BREATH", 0.2)
+    with (
+        workplace.Workplace(tmp_path / "rows").held(),
+        pytest.raises(ValueError, match=r"another run writes rows for .*: wait for it, or choose another folder"),
+    ):
+        pack_rows(few, tmp_path / "rows")
+    assert pack_rows(few, tmp_path / "rows").fresh
 
 
 def doubled(samples: list[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from lightning_pack.offline.conversion import convert
 from lightning_pack.offline.given_row import GivenRowError
 from lightning_pack.offline.manifest import Manifest, ManifestError
-from lightning_pack.offline.prepack import PackedRows, prepack
+from lightning_pack.offline.prepacking import PackedRows, prepack
 from lightning_pack.offline.verification import VerificationError, Verified, verify
 
 __all__ = [

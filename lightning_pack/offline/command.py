@@ -89,7 +89,7 @@ def main(args: list[str]) -> None:
     if "capacity" not in options:
         parser.error("--capacity N is needed")
 
-    from lightning_pack.offline.prepack import prepack
+    from lightning_pack.offline.prepacking import prepack
 
     form = options.pop("format", "rows")
     if form == "megatron-bridge":

@@ -17,7 +17,7 @@ from lightning_pack.offline.collated import read_collated
 from lightning_pack.offline.given_row import GivenRow, GivenRowError
 from lightning_pack.offline.manifest import Manifest, SplitStatistics, global_policy, left_out_by_reason
 from lightning_pack.offline.megatron_bridge import read_npy, read_parquet
-from lightning_pack.offline.prepack import PackedRows
+from lightning_pack.offline.prepacking import PackedRows
 from lightning_pack.offline.row_file import ShardFile, sha256_of
 from lightning_pack.offline.row_writer import read_shard_note, write_shard
 from lightning_pack.offline.verification import verify
@@ -128,8 +128,10 @@ def convert(
             known = asked if capacity is not None else replace(asked, packing=packing | {"capacity": found.packing["capacity"]})
             refuse_other(out, found, known.settings())
             return PackedRows(path=out, manifest=verify(out).manifest, fresh=False)
-        place.clear()
-        place.begin(asked.settings(), overwrite=True)
+        if place.begin(asked.settings(), overwrite=overwrite):
+            # It takes no long; only rows of another kind that are under way are left alone.
+            place.clear()
+            place.begin(asked.settings(), overwrite=overwrite)
         read: dict[str, Any] = {".parquet": read_parquet, ".pq": read_parquet, ".npy": read_npy}
         written = {}
         widest = 0

@@ -220,11 +220,21 @@ def global_policy(**settings: Any) -> PackingPolicy:
 
 def different(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """A line for each flat setting that differs."""
-    return [
-        f"  {name}: {old.get(name, 'absent')!r} there, {new.get(name, 'absent')!r} asked for"
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name, "absent") != new.get(name, "absent")
-    ]
+    lines = []
+    for name in dict.fromkeys([*old, *new]):
+        there, asked = old.get(name, "absent"), new.get(name, "absent")
+        if there == asked:
+            continue
+        if isinstance(there, list) and isinstance(asked, list):
+            # Files of the data: there may be hundreds, of which one differs.
+            there, asked = _only(there, asked), _only(asked, there)
+        lines.append(f"  {name}: {there!r} there, {asked!r} asked for")
+    return lines
+
+
+def _only(values: list[Any], others: list[Any]) -> list[Any]:
+    found = [value for value in values if value not in others] or values
+    return found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], f"and {len(found) - _EXAMPLES} more"]
 
 
 def write_json(path: Path, state: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,30 +41,40 @@ def run_tasks(title: str, work: Callable[[_Task], Any], tasks: Sequence[_Task], 
                 work(task)
                 advance(1)
             return
+        context = multiprocessing.get_context("fork")
+        # An event has locks, which a process that dies may hold.
+        stop = context.RawValue(ctypes.c_bool, False)
         pool = ProcessPoolExecutor(
             min(workers, max(len(tasks), 1)),
-            mp_context=multiprocessing.get_context("fork"),
+            mp_context=context,
             initializer=_begin,
-            initargs=(work, os.getpid()),
+            initargs=(work, os.getpid(), stop),
         )
         try:
             for done in as_completed([pool.submit(_do, task) for task in tasks]):
                 done.result()
                 advance(1)
         except BrokenProcessPool as e:
+            stop.value = True
             raise ValueError(
                 f"{title}: a process died. A machine that runs out of memory kills in this way: use fewer workers. The same "
                 "command goes on where this one stopped"
             ) from e
+        except BaseException:
+            # A task may take minutes, and what it has not finished is begun again anyway.
+            stop.value = True
+            raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(work: Callable[[Any], Any], parent: int) -> None:
+def _begin(work: Callable[[Any], Any], parent: int, stop: Any) -> None:
     global _work
     _work = work
+    # Ctrl-C goes to every process of a terminal; ending the run is the business of the parent alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Where the parent is killed nobody would end this process, and two would write the same file.
-    _end_with(parent)
+    _end_with(parent, stop)
     torch.set_num_threads(1)
 
 
@@ -70,9 +82,9 @@ def _do(task: Any) -> None:
     _work(task)
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, stop: Any) -> None:
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and not stop.value:
             time.sleep(0.2)
         os._exit(1)
 
