@@ -67,7 +67,8 @@ def replayed(
     if lines:
         raise ManifestError(
             f"the rows in {path!r} were made with other settings:\n" + "\n".join(lines) + "\nRows are not packed or tokenized "
-            "again: leave these settings out, or write rows with them ('lightning-pack prepack')"
+            "again: leave these settings out (--data.packing null overrides those of a configuration), or write rows with them "
+            "('lightning-pack prepack')"
         )
     order = {} if packing is None else {name: getattr(packing, name) for name in _ORDER}
     return ReplayPolicy.of(manifest, **order)

@@ -128,10 +128,7 @@ def convert(
             known = asked if capacity is not None else replace(asked, packing=packing | {"capacity": found.packing["capacity"]})
             refuse_other(out, found, known.settings())
             return PackedRows(path=out, manifest=verify(out).manifest, fresh=False)
-        if place.begin(asked.settings(), overwrite=overwrite):
-            # It takes no long; only rows of another kind that are under way are left alone.
-            place.clear()
-            place.begin(asked.settings(), overwrite=overwrite)
+        place.begin(asked.settings(), overwrite=overwrite)
         read: dict[str, Any] = {".parquet": read_parquet, ".pq": read_parquet, ".npy": read_npy}
         written = {}
         widest = 0

@@ -20,7 +20,7 @@ from lightning_pack.offline.processes import run_tasks
 from lightning_pack.offline.row_writer import PackedSources, is_written
 from lightning_pack.offline.source_store import Part, SourceStore, encode_part, number_of_parts
 from lightning_pack.offline.verification import verify
-from lightning_pack.offline.workplace import Workplace, check_destination, refuse_other
+from lightning_pack.offline.workplace import RESUMED, Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def prepack(
     options = StreamOptions(path=source, encoder=encoder, policy=policy, on_damaged=on_damaged)
     counts = {split: _samples(source, split) for split in _chosen(source, splits)}
     manifest = Manifest(
-        origin="prepack",
+        origin=RESUMED,
         packing={name: getattr(policy, name) for name in DECIDE_ROWS},
         encoder=encoder.fingerprint(),
         data={split: data_fingerprint(source, split=split, missing_ok=on_damaged == "skip") for split in counts},

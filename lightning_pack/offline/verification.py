@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_pack.offline.manifest import MANIFEST, Manifest, Shard, SplitStatistics
 from lightning_pack.offline.row_file import DamagedRowError, Row, samples_of, sha256_of
+from lightning_pack.offline.workplace import RESUMED
 from lightning_pack.prepare.progress import progress_bar
 
 _MOST_NAMED = 20
@@ -86,7 +87,7 @@ class _Split:
     def __init__(self, manifest: Manifest, split: str, found: SplitStatistics) -> None:
         self._split, self._found = split, found
         self._policy = manifest.policy()
-        self._own = manifest.origin == "prepack"
+        self._own = manifest.origin == RESUMED
         self._seen = np.zeros(found.sources, dtype=bool)
         self._row_seen = np.zeros(found.rows, dtype=bool)
         self._digest = 0

@@ -22,6 +22,8 @@ from lightning_pack.offline.manifest import MANIFEST, Manifest, different, write
 from lightning_pack.prepare.dataset import index_shards
 
 _SETTINGS = "settings.json"
+#: Origin of rows whose writing goes on where it was ended.
+RESUMED = "prepack"
 #: Seconds in which the processes of a run that was killed notice it.
 _LAST_BREATH = 3.0
 
@@ -82,8 +84,11 @@ class Workplace:
         # Settings cross a JSON file.
         now = json.loads(json.dumps(settings))
         before = None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             before = json.loads((self.folder / _SETTINGS).read_text())
+            if before["origin"] != RESUMED:
+                # Of a conversion, which is quick and begins again.
+                before = None
         if before is not None:
             if before == now and self.dataset.is_dir():
                 return True
