@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,7 +19,7 @@ from lightning_pack.energon import ExactLoader, StreamOptions, Workers
 from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.offline import Manifest, ManifestError, prepack
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
-from lightning_pack.offline.row_file import Row, samples_of
+from lightning_pack.offline.row_file import DamagedRowError, Row, samples_of
 from lightning_pack.prepare import prepare_jsonl, train_tokenizer
 from tests.numbers_data import NumberEncoder, lengths, records_of, same_batch, write_webdataset
 from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, rewrite, sources_of
@@ -219,6 +220,42 @@ def test_a_shard_that_cannot_be_read_is_an_error_or_is_left_out(copied: Path) ->
         one_pass(copied)
     batches = one_pass(copied, on_damaged="skip")
     assert {each.reason for batch in batches for each in batch.left_out} == {"damaged"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda row: {"keys": row.keys[:-1]}, "keys, .* numbers, .* lengths and .* boundaries"),
+        (lambda row: {"lengths": [row.lengths[0] + 1, *row.lengths[1:]]}, r"its sources say int32 \[2, \d+\]"),
+        (lambda row: {"offsets": [0, row.offsets[-1], *row.offsets[2:]]}, "must begin at 0, never decrease"),
+        (lambda row: {"offsets": [4, *row.offsets[1:]]}, "must begin at 0"),
+        (lambda row: {"offsets": [*row.offsets, row.offsets[-1] + 4]}, "repeat the last one"),
+        (lambda row: {"offsets": [0, 1, *row.offsets[2:]]}, r"has \d+ tokens in 1 places"),
+        (lambda row: {"tokens": np.abs(row.tokens)}, "first token of a source is a target"),
+        (lambda row: {"tokens": row.tokens.astype(np.int64)}, None),
+    ],
+)
+def test_a_row_that_says_what_cannot_be_is_left_out(copied: Path, change: Any, text: str | None) -> None:
+    wanted: list[Row] = []
+
+    def changed(samples: list[Any]) -> list[Any]:
+        row = Row.of(samples[0][1])
+        wanted.append(row)
+        return [(samples[0][0], Row(**vars(row) | change(row)).parts()), *samples[1:]]
+
+    rewrite(copied / "train-0000.tar", changed)
+    (row,) = wanted
+    assert len(row.keys) > 2
+    if text is None:
+        # Written as int32 in any case.
+        assert len(one_pass(copied)) == len(stored(copied))
+        return
+    _, parts = next(samples_of(copied / "train-0000.tar"))
+    with pytest.raises(DamagedRowError, match=text):
+        Row.of(parts)
+    gone = [each for batch in one_pass(copied) for each in batch.left_out]
+    assert {each.reason for each in gone} == {"damaged"}
+    assert {each.key for each in gone} <= set(row.keys)
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])

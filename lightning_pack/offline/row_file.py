@@ -118,7 +118,7 @@ class Row:
             raise DamagedRowError("its JSON is not what was written: the hash differs")
         if said.get("format") != ROW_FORMAT or set(said) != _FIELDS:
             raise DamagedRowError(f"its format is {said.get('format')!r}, this version reads {ROW_FORMAT}")
-        sources = tuple(zip(said["keys"], said["lengths"], strict=True))
+        sources = tuple(zip(said["keys"], said["lengths"], strict=False))
         try:
             if _hash(parts["npy"]) != said["tokens"]:
                 raise DamagedRowError("its tokens are not what was written: the hash differs")
