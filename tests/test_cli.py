@@ -86,7 +86,8 @@ def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("train") == 2
     error = capsys.readouterr().err
-    assert "'train' is no command; the commands are fit, validate, test, prepare, prepack, convert, plan, check-model, inspect, " in error
+    known = "fit, validate, test, prepare, prepack, convert, plan, check-model, inspect, bench"
+    assert f"'train' is no command; the commands are {known}" in error
 
 
 def test_prepare_passes_options_on_and_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +195,7 @@ def test_the_forced_callback_is_configurable(tmp_path: Path, config: dict[str, A
 def test_configuration_errors_name_the_key(tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     path = written(config, tmp_path / "a.yaml")
     for extra, named in (
-        (["--data.packing.capactiy", "5"], "data.packing.capactiy"),
+        (["--data.packing.capactiy", "5"], "Option 'capactiy' is not accepted"),
         (["--data.num_workers", "many"], "data.num_workers"),
         (["--data.packing.overlength", "shorten"], "overlength"),
         (["--attention.moniter", "true"], "attention.moniter"),
