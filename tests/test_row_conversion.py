@@ -264,7 +264,7 @@ def test_packed_chats(tmp_path: Path) -> None:
         convert(file, tmp_path / "no", capacity=64, tokenizer=tokenizer)
 
 
-def test_collated_boundaries_are_those_of_the_vectors() -> None:
+def test_collated_boundaries_are_read() -> None:
     cases = vectors("offline")["collate"]
     assert any(-1 in each for case in cases for each in case["packed_cu_seqlens"])
     for case in cases:
@@ -286,7 +286,7 @@ def batch_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "npz", "pt"])
-def test_the_row_of_the_vectors(tmp_path: Path, form: str) -> None:
+def test_a_row_that_is_padded_for_context_parallelism(tmp_path: Path, form: str) -> None:
     said = vectors("offline")["row"]
     row = vector_row()
     wide = row | {

@@ -126,7 +126,12 @@ class Workplace:
             else:
                 # Empty, as was checked.
                 os.rmdir(self.out)
-        self.dataset.rename(self.out)
+        try:
+            self.dataset.rename(self.out)
+        except BaseException:
+            if replaced.exists() and not self.out.exists():
+                replaced.rename(self.out)
+            raise
         self.clear()
 
 
