@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_pack.energon.worker import WorkerFailedError
     from lightning_pack.flops import ModelFlops
     from lightning_pack.module import PackedCausalLM
+    from lightning_pack.offline import ManifestError, VerificationError, prepack
     from lightning_pack.parallel import ParallelLayout
     from lightning_pack.planner import plan
     from lightning_pack.policy import PackingPolicy
@@ -28,6 +29,7 @@ _HOMES = {
     "ContextSlice": "context",
     "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
+    "ManifestError": "offline",
     "ModelFlops": "flops",
     "PackedAttention": "callbacks",
     "PackedBatch": "row",
@@ -42,10 +44,12 @@ _HOMES = {
     "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
     "TokenNormalizer": "token_normalizer",
+    "VerificationError": "offline",
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
     "plan": "planner",
+    "prepack": "offline",
     "register_packer": "binning",
 }
 
@@ -53,6 +57,7 @@ __all__ = [
     "ContextSlice",
     "DamagedDataError",
     "EnergonPackDataModule",
+    "ManifestError",
     "ModelFlops",
     "PackedAttention",
     "PackedBatch",
@@ -67,10 +72,12 @@ __all__ = [
     "StorageRetry",
     "TokenNormalizedGradients",
     "TokenNormalizer",
+    "VerificationError",
     "WorkerFailedError",
     "isolation_check",
     "lower_bound",
     "plan",
+    "prepack",
     "register_packer",
 ]
 

@@ -24,6 +24,8 @@ _COMMANDS = {
     "validate": "evaluate on the split val",
     "test": "evaluate on the split test",
     "prepare": "turn a .jsonl file, or Python's own documentation, into a dataset",
+    "prepack": "write packed rows once, to train on them as they are; check those that are written",
+    "convert": "turn packed rows of other systems into ours, or ours into theirs",
     "plan": "find out which packing suits a dataset, by dry runs over the lengths of its samples",
     "check-model": "find out whether packed rows are safe with a model: its sources must not see each other",
     "inspect": "show what a checkpoint holds, and whether a run would go on from it",
@@ -75,6 +77,14 @@ def _run(args: list[str]) -> None:
         from lightning_pack.planner.command import main as plan
 
         plan(args[1:])
+    elif args[0] == "prepack":
+        from lightning_pack.offline.command import main as prepack
+
+        prepack(args[1:])
+    elif args[0] == "convert":
+        from lightning_pack.offline.convert_command import main as convert
+
+        convert(args[1:])
     elif args[0] == "inspect":
         from lightning_pack.checkpoints.command import main as inspect
 

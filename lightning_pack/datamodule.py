@@ -26,6 +26,9 @@ from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
+from lightning_pack.offline.agreement import replayed
+from lightning_pack.offline.manifest import Manifest
+from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.progress import TrainingProgress
@@ -34,6 +37,9 @@ from lightning_pack.search_loader import SearchLoader
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
 from lightning_pack.training_stream import Spread, TrainingStream, settled_by_dry_run
 
+#: What nobody has to give; rows that were written ahead do not contradict it.
+DEFAULT_PACKING = PackingPolicy(capacity=2048)
+
 
 class EnergonPackDataModule(pl.LightningDataModule):
     """Packed rows from any Energon dataset or metadataset, continued bitwise from a checkpoint.
@@ -41,6 +47,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
     The training stream is shuffled. It is endless, and an epoch is what ``limit_train_batches`` says, or it is ``epochs``
     passes over the data. Validation reads the split ``val`` from its beginning every time. Batches are
     :class:`~lightning_pack.PackedBatch`.
+
+    A folder that ``lightning-pack prepack`` wrote is recognised, and its rows come as they are, one to a batch, in an order
+    that ``seed`` draws. ``packing``, ``tokenizer``, ``encoder`` and ``group_by`` may then be left out; what is given must be
+    what the rows were made with, except ``packing.balance`` and ``packing.window``, which only order them.
 
     Args:
         path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an
@@ -79,7 +89,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         path: str | Path,
         *,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
-        packing: PackingPolicy = PackingPolicy(capacity=2048),  # noqa: B008 - frozen
+        packing: PackingPolicy = DEFAULT_PACKING,
         num_workers: int = 2,
         parallel: ParallelLayout = ParallelLayout(),  # noqa: B008 - frozen
         shuffle_buffer_size: int = 256,
@@ -123,6 +133,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
+        self._given_packing = None if packing == DEFAULT_PACKING else packing
         self._asked = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
@@ -137,7 +148,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.worker_timeout = worker_timeout
         self.storage_retry = storage_retry
         self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
+        self._given_tokenizer = tokenizer is not None
         self._encoder = encoder
+        #: Of rows that are replayed.
+        self._row_encoder: RowEncoder | None = None
         self._group_by = group_by
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
@@ -163,7 +177,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     @property
     def encoder(self) -> Encoder:
-        """Record -> source."""
+        """Record -> source; or stored row -> row."""
+        if self._row_encoder is not None:
+            return self._row_encoder
         if self._encoder is None:
             self._encoder = RecordEncoder(self.tokenizer, group_by=self._group_by)
         return self._encoder
@@ -194,6 +210,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 )
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        replay = self._replay(self.path)
+        if replay is not None:
+            self._row_encoder, self._asked = replay
         self._spread = Spread(
             rank=rank, ranks=ranks, num_workers=self.num_workers, timeout=self.worker_timeout, epochs=self.epochs
         )
@@ -207,6 +226,23 @@ class EnergonPackDataModule(pl.LightningDataModule):
             packs_per_batch=self.packs_per_batch,
             on_damaged=self.on_damaged,
         )
+
+    def _replay(self, path: str) -> tuple[RowEncoder, ReplayPolicy] | None:
+        """How rows that were written ahead come as they are; None for other data."""
+        manifest = Manifest.read(path)
+        if manifest is None:
+            return None
+        policy = replayed(
+            path,
+            manifest,
+            packing=self._given_packing,
+            multiple=self.parallel.multiple,
+            encoder=self._encoder,
+            tokenizer=self.tokenizer if self._given_tokenizer else None,
+            group_by=self._group_by,
+            packs_per_batch=self.packs_per_batch,
+        )
+        return RowEncoder(manifest), policy
 
     def _set_up_training(self) -> None:
         trainer = self.trainer
@@ -281,6 +317,14 @@ class EnergonPackDataModule(pl.LightningDataModule):
         rank, ranks = self._data_parallel(self.parallel.evaluation)
         workers = replace(self._spread, rank=rank, ranks=ranks).workers()
         options = replace(self.options, path=path, policy=self.packing)
+        if path != self.path:
+            replay = self._replay(path)
+            if (replay is None) != (self._row_encoder is None):
+                raise ValueError(
+                    f"of {self.path!r} and val_path={path!r} one holds packed rows and the other does not: give rows for both"
+                )
+            if replay is not None:
+                options = replace(options, encoder=replay[0], policy=replay[1])
         if options.policy.algorithm == "auto":
             if self._stream is not None:
                 self._stream.settle()

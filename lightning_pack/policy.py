@@ -302,7 +302,7 @@ class PackingPolicy:
         return Pack(
             sources=sources,
             layout=self.layout([len(source) for source in sources]) if sources else None,
-            left_out=[source.left_out for source in group if source.left_out is not None],
+            left_out=[gone for source in group for gone in source.news],
         )
 
     def fingerprint(self) -> dict[str, Any]:

@@ -81,6 +81,11 @@ class EncodedSource:
         none = torch.empty(0, dtype=torch.int64)
         return cls(key=key, input_ids=none, labels=none, left_out=LeftOut(key, reason, tokens))
 
+    @property
+    def news(self) -> list[LeftOut]:
+        """What was left out of it, or instead of it."""
+        return [] if self.left_out is None else [self.left_out]
+
     def __len__(self) -> int:
         return len(self.input_ids)
 

@@ -86,7 +86,8 @@ def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("train") == 2
     error = capsys.readouterr().err
-    assert "'train' is no command; the commands are fit, validate, test, prepare, plan, check-model, inspect, bench" in error
+    known = "fit, validate, test, prepare, prepack, convert, plan, check-model, inspect, bench"
+    assert f"'train' is no command; the commands are {known}" in error
 
 
 def test_prepare_passes_options_on_and_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,8 @@ class PackStream:
                 given += hashed[number]
                 last = ahead is not None and number == len(groups) - 1
                 pack = self._build(groups[number])
-                pack.ages = [ages[i] for i in chosen[number]]
+                # A row that was written ahead brings its own: its sources did not wait here.
+                pack.ages = pack.ages or [ages[i] for i in chosen[number]]
                 yield Emitted(pack, hashed[number], ahead.position() if last and ahead else current.position(number + 1, given))
                 if ahead is not None:
                     # Over the packs that are left, so that a start in the middle keeps the pace too.
@@ -105,7 +106,7 @@ class PackStream:
                 return
             self._fill(ahead, sources, upto=self._buffer_size)
             current, emitted, given = ahead, 0, b""
-        self.orphans = [marker.left_out for marker in current.markers if marker.left_out is not None]
+        self.orphans = [gone for marker in current.markers for gone in marker.news]
 
     def may_repair(self, what: str) -> None:
         """Check that sources other than those that were there before are allowed.

@@ -28,6 +28,19 @@ def cook(sample: CrudeSample) -> RawSample:
     return RawSample(**basic_sample_keys(sample), parts=parts)
 
 
+def parts_of(sample: Sample) -> Mapping[str, Any]:
+    """The parts of a crude sample as they were read, for an encoder that says ``reads_parts``.
+
+    Raises:
+        LeaveOut: as ``damaged``, where the sample cannot be read; as ``corrupt`` for one of another type.
+    """
+    if isinstance(sample, DamagedSample):
+        raise LeaveOut("damaged", "it cannot be read any more")
+    if not isinstance(sample, RawSample):
+        raise LeaveOut("corrupt", f"it is a {type(sample).__name__}, whose parts are not as they were read")
+    return sample.parts
+
+
 def record_of(sample: Sample) -> Mapping[str, Any]:
     """The record that an encoder understands.
 

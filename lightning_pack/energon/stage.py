@@ -50,7 +50,9 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         self._policy = policy
         self._select, self._build, self._batch = select, build, batch
         self._packs_per_batch = packs_per_batch
-        self._take_damaged, self._repair = take_damaged, repair
+        #: Markers of the samples that could not be read since the last call.
+        self.take_damaged = take_damaged
+        self._repair = repair
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -62,7 +64,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
             buffer_size=self._policy.buffer_size,
             select=self._select,
             build=self._build,
-            take_damaged=self._take_damaged,
+            take_damaged=self.take_damaged,
             repair=self._repair,
             worker_config=self.worker_config,
         )

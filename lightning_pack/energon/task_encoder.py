@@ -29,7 +29,7 @@ from megatron.energon.wrappers.buffer import SavableSampleBuffer
 from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
 from lightning_pack.energon.randomness import number_of, seed_for
 from lightning_pack.energon.reading import OnDamaged, Reading
-from lightning_pack.energon.records import cook, keep_bad_lines, record_of
+from lightning_pack.energon.records import cook, keep_bad_lines, parts_of, record_of
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.policy import PackingPolicy
@@ -98,6 +98,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         self._on_damaged = on_damaged
         self._whereabouts = whereabouts or Whereabouts()
         self._reading: Reading | None = None
+        self._record_of = parts_of if getattr(encoder, "reads_parts", False) else record_of
         self._seed_of: tuple[WorkerConfig, int] | None = None
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
@@ -126,7 +127,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
             self._seed_of = worker, worker.worker_seed()
         seed_for(number_of(sample.__restore_key__), seed=self._seed_of[1])
         try:
-            return self.encoder(key, record_of(sample))
+            return self.encoder(key, self._record_of(sample))
         except LeaveOut as e:
             reason, why = e.reason, str(e)
         except (*SYSTEM_EXCEPTIONS, TemplateError):

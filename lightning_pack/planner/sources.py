@@ -117,7 +117,10 @@ class Sources:
         """
         from lightning_pack.datamodule import EnergonPackDataModule
         from lightning_pack.energon import sample_sources
+        from lightning_pack.offline.manifest import Manifest
 
+        if Manifest.read(path) is not None:
+            raise ValueError(f"{str(path)!r} holds packed rows, which are decided: plan with the data that they were made from")
         data = EnergonPackDataModule(
             path, tokenizer=tokenizer, packing=PackingPolicy(_UNBOUNDED), encoder=encoder, group_by=group_by
         )

@@ -205,7 +205,7 @@ def index_shards(folder: Path, shards: list[str]) -> None:
     """Write Energon's index, splits and dataset description for tar files in ``folder``, without questions and output."""
     from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 
-    splits = [split for split in ("train", "val") if any(name.startswith(f"{split}-") for name in shards)]
+    splits = [split for split in ("train", "val", "test") if any(name.startswith(f"{split}-") for name in shards)]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
             BaseWebdatasetFactory.prepare_dataset(

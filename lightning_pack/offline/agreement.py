@@ -1,0 +1,94 @@
+"""What a run says about its rows, beside what the manifest says: nothing is re-packed, and nothing is ignored."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from lightning_pack.encoders import Encoder, tokenizer_fingerprint
+from lightning_pack.offline.manifest import DECIDE_ROWS, Manifest, ManifestError
+from lightning_pack.offline.replay import ReplayPolicy
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.prepare.result import flat
+
+#: Settings of a policy that hold for rows too: they only decide the order.
+_ORDER = ("balance", "window")
+
+
+def replayed(
+    path: str,
+    manifest: Manifest,
+    *,
+    packing: PackingPolicy | None,
+    multiple: int,
+    encoder: Encoder | None,
+    tokenizer: Any,
+    group_by: str | None,
+    packs_per_batch: int,
+) -> ReplayPolicy:
+    """The policy that gives rows as they are, where all that is given agrees with how they were made.
+
+    Args:
+        path: of the rows, for errors.
+        manifest: theirs.
+        packing: that is given; its settings that have their default say nothing, but for the capacity.
+        multiple: that the parallel layout asks for.
+        encoder: that is given.
+        tokenizer: that is given, loaded.
+        group_by: that is given.
+        packs_per_batch: packs in a row.
+
+    Raises:
+        ManifestError: naming each setting that differs, with both values.
+    """
+    lines: list[str] = []
+    if packing is not None:
+        lines += _packing(manifest, packing)
+    if manifest.packing["multiple"] % multiple:
+        lines.append(f"  packing.multiple: {manifest.packing['multiple']} in the rows, {multiple} is what parallel needs")
+    if packs_per_batch != 1:
+        lines.append(f"  packs_per_batch: 1 in the rows, {packs_per_batch} now (a row is a micro-batch as it is)")
+    now: dict[str, Any] = {}
+    if encoder is not None:
+        now = flat({"encoder": encoder.fingerprint()})
+    elif tokenizer is not None:
+        now = flat({"encoder": {"tokenizer": tokenizer_fingerprint(tokenizer)}})
+    then = flat({"encoder": manifest.encoder})
+    if group_by is not None:
+        now["encoder.group_by"] = group_by
+    if now and not then:
+        lines.append("  encoder: not known for these rows, which were converted; leave tokenizer and encoder out")
+        now = {}
+    names = [*now, *(name for name in then if encoder is not None and name not in now)]
+    for name in names:
+        old, new = then.get(name, "not set"), now.get(name, "not set")
+        if _plain(old) != _plain(new):
+            lines.append(f"  {name}: {old!r} in the rows, {new!r} now")
+    if lines:
+        raise ManifestError(
+            f"the rows in {path!r} were made with other settings:\n" + "\n".join(lines) + "\nRows are not packed or tokenized "
+            "again: leave these settings out of the configuration (see configs/packed_rows.yaml), or write rows with them "
+            "('lightning-pack prepack')"
+        )
+    order = {} if packing is None else {name: getattr(packing, name) for name in _ORDER}
+    return ReplayPolicy.of(manifest, **order)
+
+
+def _packing(manifest: Manifest, packing: PackingPolicy) -> list[str]:
+    lines = []
+    for setting in fields(PackingPolicy):
+        name, value = setting.name, getattr(packing, setting.name)
+        if name in _ORDER or (name != "capacity" and value == setting.default):
+            continue
+        if name not in DECIDE_ROWS:
+            lines.append(f"  packing.{name}: not used with rows that are decided, {value!r} now")
+        elif name not in manifest.packing:
+            lines.append(f"  packing.{name}: not known for these rows, which were converted, {value!r} now")
+        elif value != manifest.packing[name]:
+            lines.append(f"  packing.{name}: {manifest.packing[name]!r} in the rows, {value!r} now")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    """As it is after a JSON file."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,262 @@
+"""What a folder of packed rows says about itself: what its rows were made from, how, and how full they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_pack.location import is_remote, location
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.prepare.result import flat
+
+#: File that only a complete folder of rows holds, what it says of its kind, and the version of its content.
+MANIFEST, KIND, FORMAT = "manifest.json", "lightning-pack packed rows", 1
+#: Fields of the policy that decide rows when all lengths are known; the others are about a buffer, or about an order.
+DECIDE_ROWS = (
+    *("capacity", "algorithm", "multiple", "width", "overlength", "max_sources", "fixed_boundaries"),
+    *("min_bins", "bins_multiple_of", "delta", "seed"),
+)
+_EXAMPLES = 3
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be read, or a setting that is not the one its rows were made with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A tar file of rows."""
+
+    rows: int
+    bytes: int
+    sha256: str
+    #: Sum of the hashes of its sources, hexadecimal.
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOutSources:
+    """What was left out when the rows were written, for one reason."""
+
+    sources: int
+    tokens: int
+    #: Keys of the first.
+    examples: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitStatistics:
+    """The rows of a split.
+
+    Args:
+        sources: in rows, pieces counted one by one.
+        rows: how many.
+        tokens: real ones.
+        targets: tokens that the loss counts.
+        slots: places for tokens: rows x capacity, or x width where that is fixed.
+        alignment: slots that pad sources to the multiple.
+        lower_bound: rows that no packing can do without; 0 where rows were decided elsewhere.
+        left_out: by reason; of the writing only, and not told again in every epoch.
+        shards: by name, in order.
+    """
+
+    sources: int
+    rows: int
+    tokens: int
+    targets: int
+    slots: int
+    alignment: int
+    lower_bound: int
+    left_out: Mapping[str, LeftOutSources] = field(default_factory=dict)
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> SplitStatistics:
+        """From plain containers."""
+        inner = {
+            "left_out": {reason: LeftOutSources(**each) for reason, each in state["left_out"].items()},
+            "shards": {name: Shard(**each) for name, each in state["shards"].items()},
+        }
+        return cls(**{f.name: state[f.name] for f in fields(cls)} | inner)
+
+    @property
+    def fill(self) -> float:
+        """Real tokens per slot."""
+        return self.tokens / self.slots if self.slots else 0.0
+
+    @property
+    def tail(self) -> int:
+        """Slots that hold neither a real token nor alignment padding."""
+        return self.slots - self.tokens - self.alignment
+
+    @property
+    def gap(self) -> float:
+        """Rows per row of the lower bound, less 1; 0 where there is no bound."""
+        return self.rows / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def digest(self) -> int:
+        """Of all sources."""
+        return sum(int(shard.digest, 16) for shard in self.shards.values()) % (1 << 128)
+
+    def summary(self) -> str:
+        """A line or two for people."""
+        slots = max(self.slots, 1)
+        text = (
+            f"{self.sources:,} sources in {self.rows:,} rows, {self.tokens:,} tokens: {self.fill:.2%} full, "
+            f"alignment {self.alignment / slots:.2%}, tail {self.tail / slots:.2%}"
+        )
+        if self.lower_bound:
+            text += f", {self.gap:.2%} above the lower bound of {self.lower_bound:,} rows"
+        for reason, gone in self.left_out.items():
+            text += f"\n  left out as {reason}: {gone.sources:,} ({gone.tokens:,} tokens), such as {', '.join(gone.examples)}"
+        return text
+
+
+def left_out_by_reason(gone: Sequence[tuple[str, str, int]]) -> dict[str, LeftOutSources]:
+    """Counts and examples of ``(key, reason, tokens)``."""
+    found = {}
+    for reason in sorted({reason for _, reason, _ in gone}):
+        those = [(key, tokens) for key, why, tokens in gone if why == reason]
+        examples = [key for key, _ in those[:_EXAMPLES]]
+        found[reason] = LeftOutSources(sources=len(those), tokens=sum(n for _, n in those), examples=examples)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A complete folder of packed rows.
+
+    Args:
+        origin: ``"prepack"``, or the format that the rows were converted from.
+        packing: the settings of the policy that decided the rows, see :data:`DECIDE_ROWS`; of converted rows those that hold.
+        encoder: fingerprint of what made the tokens, tokenizer and chat template included; empty where that is not known.
+        data: fingerprint of what was read, by split.
+        versions: what of the libraries decided the order of reading, when the rows were written.
+        pad_id: fills gaps.
+        splits: statistics and shards.
+    """
+
+    origin: str
+    packing: Mapping[str, Any]
+    encoder: Mapping[str, Any]
+    data: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    pad_id: int
+    splits: Mapping[str, SplitStatistics]
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the content, flat: the same settings give the same rows."""
+        return flat({"origin": self.origin, "packing": self.packing, "encoder": self.encoder, "data": self.data})
+
+    @property
+    def digest(self) -> str:
+        """Changes with any of the rows."""
+        said = [self.settings(), self.pad_id, {name: asdict(split) for name, split in self.splits.items()}]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+    def write(self, folder: Path) -> None:
+        """Write the file, in one step."""
+        state: dict[str, Any] = {"kind": KIND, "format": FORMAT} | asdict(self)
+        for name, split in self.splits.items():
+            derived = {"fill": round(split.fill, 6), "tail": split.tail, "gap_to_lower_bound": round(split.gap, 6)}
+            state["splits"][name] = derived | state["splits"][name]
+        write_json(folder / MANIFEST, state)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Manifest | None:
+        """The manifest of a folder, on a disk or in an object store; None where there are no packed rows of this package.
+
+        Raises:
+            ManifestError: if it is damaged, or of a later format.
+        """
+        text = _text(folder)
+        if text is None:
+            return None
+        name = f"{location(folder).rstrip('/')}/{MANIFEST}"
+        try:
+            state = json.loads(text)
+        except ValueError as e:
+            raise ManifestError(f"{name} is damaged ({e}): write the rows again with --overwrite") from e
+        if not isinstance(state, dict) or state.get("kind") != KIND:
+            return None
+        if state.get("format") != FORMAT:
+            raise ManifestError(f"{name} has format {state.get('format')!r}, this version reads {FORMAT}: write the rows again")
+        try:
+            values = {f.name: state[f.name] for f in fields(cls)}
+            values["splits"] = {split: SplitStatistics.of(each) for split, each in state["splits"].items()}
+            found = cls(**values)
+            found.policy()
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise ManifestError(f"{name} is damaged ({type(e).__name__}: {e}): write the rows again with --overwrite") from e
+        return found
+
+    def policy(self) -> PackingPolicy:
+        """The packing rules that the rows were made with; rows that others decided have an algorithm of no meaning."""
+        return global_policy(**{"algorithm": "minimum_bin_slack"} | dict(self.packing))
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        return "\n".join(f"{split}: {found.summary()}" for split, found in self.splits.items())
+
+
+def global_policy(**settings: Any) -> PackingPolicy:
+    """A policy for lengths that are all known: ``settings`` are those of :data:`DECIDE_ROWS`.
+
+    Raises:
+        ValueError: for settings that do not fit together, see :class:`~lightning_pack.PackingPolicy`.
+    """
+    several = settings.get("bins_multiple_of", 1)
+    least = max(settings.get("min_bins") or 1, 256)
+    # There is no buffer; the checks of a policy ask for one that is large enough.
+    buffer_size = -(-least // several) * several if type(several) is int and several > 0 else 256
+    return PackingPolicy(carry_over=False, buffer_size=buffer_size, **settings)
+
+
+def different(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """A line for each flat setting that differs."""
+    lines = []
+    for name in dict.fromkeys([*old, *new]):
+        there, asked = old.get(name, "absent"), new.get(name, "absent")
+        if there == asked:
+            continue
+        if isinstance(there, list) and isinstance(asked, list):
+            # Files of the data: there may be hundreds, of which one differs.
+            there, asked = _only(there, asked), _only(asked, there)
+        lines.append(f"  {name}: {there!r} there, {asked!r} asked for")
+    return lines
+
+
+def _only(values: list[Any], others: list[Any]) -> list[Any]:
+    found = [value for value in values if value not in others] or values
+    return found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], f"and {len(found) - _EXAMPLES} more"]
+
+
+def write_json(path: Path, state: Any) -> None:
+    """Write a JSON file, in one step."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    with unfinished.open("w") as file:
+        file.write(json.dumps(state, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _text(folder: str | Path) -> str | None:
+    if not is_remote(folder):
+        path = Path(folder) / MANIFEST
+        return path.read_text() if path.is_file() else None
+    from megatron.energon.epathlib import EPath
+
+    import lightning_pack.energon.storage  # noqa: F401 - Energon reads object stores through it
+
+    file = EPath(location(folder)) / MANIFEST
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return bytes(opened.read()).decode()

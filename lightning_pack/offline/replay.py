@@ -1,0 +1,148 @@
+"""Rows as they were written, on the way that sources take: a record is a row, and its encoding is the row with its boundaries.
+
+The loader's stages are those of any stream: they shuffle, number and restore records. What differs is that a record is a whole
+pack, so the buffer holds one, and :class:`ReplayPolicy` lets it through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_pack.layout import RowLayout
+from lightning_pack.offline.manifest import Manifest
+from lightning_pack.offline.row_file import DamagedRowError, Row
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.row import EncodedSource, LeftOut, Pack
+
+
+@dataclass(kw_only=True, repr=False)
+class StoredRow(EncodedSource):
+    """A packed row as it was written: :attr:`input_ids` and :attr:`labels` are those of all its sources, end to end."""
+
+    #: Sources and boundaries; None for a row that is left out.
+    pack: Pack | None
+    #: Sources that are left out.
+    gone: list[LeftOut] = field(default_factory=list)
+
+    @property
+    def news(self) -> list[LeftOut]:
+        """What was left out of it, or instead of it."""
+        return self.gone
+
+
+class RowEncoder:
+    """Members of a row -> row. A source without tokens is left out of its row, and a row that is damaged is left out whole.
+
+    Args:
+        manifest: of the rows.
+    """
+
+    #: It is given the members of a sample, and not a record.
+    reads_parts = True
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.pad_id = manifest.pad_id
+        self._rows = manifest.digest
+        self._fixed = bool(manifest.packing.get("fixed_boundaries"))
+
+    def __call__(self, key: str, record: Mapping[str, Any]) -> StoredRow:
+        """The row whose members are ``record``; one without any tokens names what is left out in its :attr:`StoredRow.news`."""
+        try:
+            row = Row.of(record, key=key)
+        except DamagedRowError as e:
+            return _left_out(
+                key, [LeftOut(source, "damaged", tokens) for source, tokens in e.sources] or [LeftOut(key, "damaged", 0)]
+            )
+        gone = [LeftOut(source, "empty", 0) for source, n in zip(row.keys, row.lengths, strict=True) if not n]
+        if not row.tokens.shape[1]:
+            return _left_out(key, gone or [LeftOut(key, "empty", 0)])
+        ids, labels = torch.from_numpy(row.tokens.astype(np.int64))
+        cuts = [length for length in row.lengths if length]
+        named = [source for source, length in zip(row.keys, row.lengths, strict=True) if length]
+        sources = [
+            EncodedSource(key=source, input_ids=each, labels=label, group=row.group)
+            for source, each, label in zip(named, ids.split(cuts), labels.split(cuts), strict=True)
+        ]
+        pack = Pack(sources=sources, layout=_layout(row, fixed=self._fixed), left_out=gone, ages=[0] * len(sources))
+        return StoredRow(key=key, input_ids=ids, labels=labels, pack=pack, gone=gone)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values that are equal exactly for the same rows."""
+        return {"encoder": "packed rows", "rows": self._rows}
+
+
+def _left_out(key: str, gone: list[LeftOut]) -> StoredRow:
+    none = torch.empty(0, dtype=torch.int64)
+    return StoredRow(key=key, input_ids=none, labels=none, pack=None, gone=gone, left_out=gone[0])
+
+
+def _layout(row: Row, *, fixed: bool) -> RowLayout:
+    """The boundaries that were written; the room of an empty source goes to the tail of the row, which keeps its width."""
+    room = np.diff(row.offsets)
+    count = len(row.lengths)
+    kept = [i for i in range(count) if row.lengths[i]]
+    rooms = [int(room[i]) for i in kept]
+    rooms[-1] += int(row.offsets[-1]) - sum(rooms)
+    lengths = [row.lengths[i] for i in kept]
+    spare = len(room) - (len(kept) if fixed else count)
+    real = np.cumsum([0, *lengths, *[0] * spare]).tolist()
+    physical = np.cumsum([0, *rooms, *[0] * spare]).tolist()
+    cu_seqlens = torch.tensor(real, dtype=torch.int32)
+    return RowLayout(
+        lengths=tuple(lengths),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_seqlens if real == physical else torch.tensor(physical, dtype=torch.int32),
+        max_seqlen=max(rooms),
+        width=physical[-1],
+    )
+
+
+@dataclass(frozen=True)
+class ReplayPolicy(PackingPolicy):
+    """The policy that decided some rows, as the loader uses it: each row is a pack, in the order in which it is read."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, balance: Any = None, window: int | None = None) -> ReplayPolicy:
+        """For the rows of a manifest; ``balance`` and ``window`` only order them."""
+        decided = asdict(manifest.policy()) | {"buffer_size": 1, "min_bins": None, "bins_multiple_of": 1}
+        return cls(**decided | {"balance": balance, "window": window})
+
+    def admit(self, source: EncodedSource) -> list[EncodedSource]:
+        """The row itself: what is too long, or has no target, was seen to when it was written."""
+        return [source]
+
+    def select(
+        self,
+        buffer: Sequence[EncodedSource],
+        *,
+        ages: Sequence[int] | None = None,
+        final: bool = False,
+        worker: int = 0,
+        index: int = 0,
+    ) -> list[list[EncodedSource]]:
+        """Each row by itself; rows that are left out ride along with the first."""
+        groups = [[row] for row in buffer if len(row)]
+        gone = [row for row in buffer if not len(row)]
+        if gone:
+            groups[:1] = [(groups[0] if groups else []) + gone]
+        return groups
+
+    def build(self, group: Sequence[EncodedSource]) -> Pack:
+        """The pack that was written."""
+        rows = [row for row in group if len(row)]
+        if not rows or not isinstance(rows[0], StoredRow):
+            return super().build(group)
+        (row,) = rows
+        assert isinstance(row, StoredRow)
+        assert row.pack is not None
+        return Pack(
+            sources=row.pack.sources,
+            layout=row.pack.layout,
+            left_out=[gone for each in group for gone in each.news],
+            ages=list(row.pack.ages),
+        )

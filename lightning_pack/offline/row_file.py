@@ -1,0 +1,254 @@
+"""A packed row on disk: two members of a tar file, readable with nothing but JSON and numpy.
+
+``KEY.json`` says which sources the row has and where they lie; ``KEY.npy`` is int32 ``[2, L]``, the token ids and labels of
+its sources end to end, without pads (labels are those of :class:`~lightning_pack.row.EncodedSource`: not shifted, -100 where a
+token is no target). Both carry a hash, so that a changed byte is found when the row is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_pack.row import IGNORE
+
+#: Version of the two members.
+ROW_FORMAT = 1
+_FIELDS = {"format", "split", "row", "keys", "numbers", "lengths", "offsets", "group", "tokens"}
+
+
+class DamagedRowError(ValueError):
+    """A row that is not what was written.
+
+    Args:
+        message: what is wrong.
+    """
+
+    #: Keys and real tokens of its sources, where they could be read.
+    sources: Sequence[tuple[str, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A packed row as it is stored.
+
+    Args:
+        split: that it belongs to.
+        number: of the row in its split.
+        keys: of the sources, in row order.
+        numbers: of the sources in the data that they came from; each occurs once in a split.
+        lengths: real tokens of each source.
+        offsets: physical boundaries: 0, the end of each source, and the last one again where boundaries are fixed.
+        tokens: int32 ``[2, L]``: ids and labels of the real tokens.
+        group: that the sources have in common.
+    """
+
+    split: str
+    number: int
+    keys: Sequence[str]
+    numbers: Sequence[int]
+    lengths: Sequence[int]
+    offsets: Sequence[int]
+    tokens: np.ndarray = field(repr=False)
+    group: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Energon's sample key."""
+        return f"{self.split}-row{self.number:08d}"
+
+    @property
+    def digest(self) -> int:
+        """A sum over the sources, which does not depend on how they are dealt out to rows."""
+        total, start = 0, 0
+        for key, number, length in zip(self.keys, self.numbers, self.lengths, strict=True):
+            part = np.ascontiguousarray(self.tokens[:, start : start + length])
+            hashed = hashlib.blake2b(f"{number} {length} {key}\n".encode(), digest_size=16)
+            hashed.update(part.tobytes())
+            total += int.from_bytes(hashed.digest(), "big")
+            start += length
+        return total % (1 << 128)
+
+    def parts(self) -> dict[str, bytes]:
+        """Content of the members, by extension."""
+        array = io.BytesIO()
+        np.save(array, np.ascontiguousarray(self.tokens, dtype=np.int32), allow_pickle=False)
+        said = {
+            "format": ROW_FORMAT,
+            "split": self.split,
+            "row": self.number,
+            "keys": list(self.keys),
+            "numbers": list(self.numbers),
+            "lengths": list(self.lengths),
+            "offsets": list(self.offsets),
+            "group": self.group,
+            "tokens": _hash(array.getvalue()),
+        }
+        return {"json": _json(said | {"check": _hash(_json(said))}), "npy": array.getvalue()}
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any], *, key: str | None = None) -> Row:
+        """The row of its members.
+
+        Args:
+            parts: by extension; the JSON may be parsed already.
+            key: that the members have in their shard.
+
+        Raises:
+            DamagedRowError: if they are not what was written, with the sources where they are known.
+        """
+        missing = [name for name in ("json", "npy") if name not in parts]
+        if missing:
+            raise DamagedRowError(f"a row needs a .json and a .npy part, .{missing[0]} is missing")
+        try:
+            said = dict(parts["json"] if isinstance(parts["json"], dict) else json.loads(parts["json"]))
+            check = said.pop("check", None)
+        except (ValueError, TypeError) as e:
+            raise DamagedRowError(f"its JSON cannot be read ({type(e).__name__})") from e
+        if check != _hash(_json(said)):
+            raise DamagedRowError("its JSON is not what was written: the hash differs")
+        if said.get("format") != ROW_FORMAT or set(said) != _FIELDS:
+            raise DamagedRowError(f"its format is {said.get('format')!r}, this version reads {ROW_FORMAT}")
+        sources = tuple(zip(said["keys"], said["lengths"], strict=False))
+        try:
+            if _hash(parts["npy"]) != said["tokens"]:
+                raise DamagedRowError("its tokens are not what was written: the hash differs")
+            row = cls(
+                split=said["split"],
+                number=said["row"],
+                keys=said["keys"],
+                numbers=said["numbers"],
+                lengths=said["lengths"],
+                offsets=said["offsets"],
+                tokens=np.load(io.BytesIO(parts["npy"]), allow_pickle=False),
+                group=said["group"],
+            )
+            if key is not None and key.rpartition("/")[2] != row.key:
+                raise DamagedRowError(f"it lies under the key {key!r} and is {row.key!r}")
+            row.check()
+        except DamagedRowError as e:
+            e.sources = sources
+            raise
+        return row
+
+    def check(self) -> None:
+        """Check that the boundaries describe the tokens. An empty source is no damage: who reads leaves it out.
+
+        Raises:
+            DamagedRowError: if they do not.
+        """
+        tokens, lengths = self.tokens, list(self.lengths)
+        if tokens.dtype != np.int32 or tokens.ndim != 2 or tokens.shape != (2, sum(lengths)):
+            raise DamagedRowError(
+                f"its tokens are {tokens.dtype} of shape {list(tokens.shape)}, its sources say int32 [2, {sum(lengths)}]"
+            )
+        if not len(self.keys) == len(self.numbers) == len(lengths) or len(self.offsets) < len(lengths) + 1:
+            raise DamagedRowError(
+                f"it has {len(self.keys)} keys, {len(self.numbers)} numbers, {len(lengths)} lengths and "
+                f"{len(self.offsets)} boundaries"
+            )
+        room = np.diff(self.offsets)
+        if self.offsets[0] != 0 or (room < 0).any() or room[len(lengths) :].any():
+            raise DamagedRowError(
+                f"its boundaries {_shown(self.offsets)} must begin at 0, never decrease, and repeat the last one after "
+                f"{len(lengths)} sources"
+            )
+        for key, length, places in zip(self.keys, lengths, room.tolist(), strict=False):
+            if not 0 <= length <= places:
+                raise DamagedRowError(f"its source {key!r} has {length} tokens in {places} places")
+        real = np.cumsum([0, *lengths]).tolist()
+        starts = np.array([start for start, length in zip(real, lengths, strict=False) if length], dtype=np.int64)
+        if len(starts) and (tokens[1, starts] != IGNORE).any():
+            raise DamagedRowError("the first token of a source is a target, which would be predicted from another source")
+
+
+def _shown(offsets: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, offsets[:8]))}{', ...' if len(offsets) > 8 else ''}]"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+class ShardFile:
+    """Writes rows into a tar file that appears under its name when it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._file = self._unfinished.open("wb")
+        self._hash = hashlib.sha256()
+        self.rows = self.bytes = self.digest = 0
+
+    def add(self, row: Row) -> None:
+        """Write one row."""
+        for extension, data in row.parts().items():
+            # A fresh TarInfo has no owner and no time: the bytes depend on the row alone.
+            member = tarfile.TarInfo(f"{row.key}.{extension}")
+            member.size = len(data)
+            self._write(member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
+        self.rows += 1
+        self.digest = (self.digest + row.digest) % (1 << 128)
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self.bytes += len(data)
+
+    def publish(self) -> str:
+        """Put the file in its place; returns its sha256."""
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._unfinished.replace(self._path)
+        return self._hash.hexdigest()
+
+    def discard(self) -> None:
+        """Remove what is not published."""
+        self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Hash of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def samples_of(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Keys and members of the samples of a tar file, in order.
+
+    Raises:
+        tarfile.TarError: where the file is damaged.
+    """
+    key, parts = None, dict[str, bytes]()
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            name, _, extension = member.name.partition(".")
+            if name != key or extension in parts:
+                if key is not None:
+                    yield key, parts
+                key, parts = name, {}
+            file = tar.extractfile(member)
+            parts[extension] = b"" if file is None else file.read()
+            # A TarFile remembers every member.
+            tar.members = []  # type: ignore[attr-defined]
+    if key is not None:
+        yield key, parts
