@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from lightning_pack.attention import isolation_check
     from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
+    from lightning_pack.collated import BatchFields, CollatedBatchError, SourceOutput, packed_row, unpack
     from lightning_pack.context import ContextSlice
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
 _HOMES = {
+    "BatchFields": "collated",
+    "CollatedBatchError": "collated",
     "ContextSlice": "context",
     "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
@@ -36,6 +39,7 @@ _HOMES = {
     "ParallelLayout": "parallel",
     "ResumeError": "resume",
     "SaveRefusedError": "rewind",
+    "SourceOutput": "collated",
     "StateError": "energon.fields",
     "StorageError": "energon.outage",
     "StorageRetry": "energon.outage",
@@ -43,11 +47,15 @@ _HOMES = {
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
+    "packed_row": "collated",
     "plan": "planner",
     "register_packer": "binning",
+    "unpack": "collated",
 }
 
 __all__ = [
+    "BatchFields",
+    "CollatedBatchError",
     "ContextSlice",
     "DamagedDataError",
     "EnergonPackDataModule",
@@ -60,6 +68,7 @@ __all__ = [
     "ParallelLayout",
     "ResumeError",
     "SaveRefusedError",
+    "SourceOutput",
     "StateError",
     "StorageError",
     "StorageRetry",
@@ -67,8 +76,10 @@ __all__ = [
     "WorkerFailedError",
     "isolation_check",
     "lower_bound",
+    "packed_row",
     "plan",
     "register_packer",
+    "unpack",
 ]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,7 +16,14 @@ from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.attention.inspection import ModelRefusedError
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
+from lightning_pack.collated.fields import BatchFields
+from lightning_pack.collated.packer import BatchPacker, Stage
+from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
+from lightning_pack.trainer_checks import refuse_other_namespace
+
+if TYPE_CHECKING:
+    from lightning_pack.callbacks.monitor import PackingMonitor
 
 #: First part of the trainer's precision, and the dtype in which attention is then computed.
 _COMPUTED_IN = {"bf16": torch.bfloat16, "16": torch.float16, "transformer": torch.bfloat16}
@@ -26,11 +33,23 @@ class PackedAttention(Callback):
     """Keeps the sources of a packed row apart in every transformers model of the LightningModule.
 
     Before the first batch, the sanity check included, every model is inspected, its attention is set to the packed one and its
-    KV cache is switched off; when the run ends or fails, all of that is put back. Every batch has to be a
-    :class:`~lightning_pack.row.PackedBatch`. The module calls its model with ``model(**batch.model_inputs())`` or
-    ``model(**batch)``.
+    KV cache is switched off; when the run ends or fails, all of that is put back. Every batch of a step is, or becomes, a
+    packed row. A :class:`~lightning_pack.row.PackedBatch` passes through; the module calls its model with
+    ``model(**batch.model_inputs())`` or ``model(**batch)``.
+
+    **Batches of other loaders.** With a ``policy``, padded batches (dict, ``BatchEncoding`` or mutable dataclass) are packed in
+    place on their device in ``on_*_batch_start``, in all four stages: their entries become the arguments with which a
+    transformers model takes the row, ``attention_mask`` becomes None, and ``self.model(**batch).loss`` and ``.logits`` keep
+    working. :func:`~lightning_pack.collated.pack_collated` says what is understood and what refused. Each batch costs one wait
+    for the device. Flattened batches (``DataCollatorWithFlattening``) need no policy.
+    :func:`~lightning_pack.collated.packed_row` gives the row of such a batch, :func:`~lightning_pack.collated.unpack` its
+    results by source. A stage has batches that come packed, or batches that do not, but not both.
 
     Args:
+        policy: packs the sources of each padded batch; None takes batches that are packed or flattened already. ``"auto"`` is
+            ``"minimum_bin_slack"`` here. Settings that only a stream of sources has (``buffer_size``, ``carry_over``, ...) are
+            refused.
+        fields: what the entries of those batches are, where names and shapes do not tell.
         backend: what computes attention: ``te`` (TransformerEngine, CUDA), ``varlen`` (torch's variable-length kernel, CUDA,
             half precision), ``segments`` (torch, source by source, everywhere) or ``auto``, the first of these that is
             installed, can run here and computes what the model asks for. What was chosen, and why, is told once.
@@ -45,19 +64,25 @@ class PackedAttention(Callback):
         ModelRefusedError: before the first step, for a model in which sources would see each other or that asks for what the
             backend does not compute, with the reason.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
-        ValueError: for batches that are not packed, and for context parallelism, since none of its attention kernels gathers
+        CollatedBatchError: for a batch that cannot be packed as it is, naming the entry and the ways out.
+        ValueError: for settings of the policy that are not used, for batches that are not packed, and for context parallelism,
+        since none of its attention kernels gathers
             keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows for kernels of your own.
     """
 
     def __init__(
         self,
         *,
+        policy: PackingPolicy | None = None,
+        fields: BatchFields | None = None,
         backend: BackendName = "auto",
         monitor: bool = True,
         token_normalization: bool = True,
         probe_memory: bool = False,
     ) -> None:
         check_backend_name(backend)
+        self.policy = policy
+        self._packer = BatchPacker(policy, roles=fields or BatchFields())
         self.backend: BackendName = backend
         self.monitor = monitor
         self.token_normalization = token_normalization
@@ -69,6 +94,8 @@ class PackedAttention(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Add the callbacks that belong to packed training; refuse layouts without kernels."""
+        refuse_other_namespace(trainer)
+        self._packer.begin()
         parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
         for name in ("context", "eval_context"):
             size = getattr(parallel, name, None) or 1
@@ -80,15 +107,20 @@ class PackedAttention(Callback):
         # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last. Before
         # it, this callback would be visited a second time.
         added = [self._normalization(trainer, stage), self._monitor(trainer)]
-        at = trainer.callbacks.index(self) + 1  # type: ignore[attr-defined]
-        trainer.callbacks[at:at] = [callback for callback in added if callback is not None]  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        at = callbacks.index(self)
+        callbacks[at + 1 : at + 1] = [callback for callback in added if callback is not None]
+        # Before those that count its rows, wherever they were put; all that change places have been visited.
+        counting = (_monitor_type(), TokenNormalizedGradients)
+        callbacks.insert(next((i for i in range(at) if isinstance(callbacks[i], counting)), at), callbacks.pop(at))
 
     def _monitor(self, trainer: Trainer) -> Callback | None:
         if not self.monitor:
             return None
-        from lightning_pack.callbacks.monitor import PackingMonitor
-
-        return None if _has(trainer, PackingMonitor) else PackingMonitor()
+        # A row without a fixed width has no slots but its own tokens.
+        policy = None if self.policy is None or self.policy.row_width is None else self.policy
+        kind = _monitor_type()
+        return None if _has(trainer, kind) else kind(policy=policy)
 
     def _normalization(self, trainer: Trainer, stage: str) -> Callback | None:
         if not self.token_normalization or stage != "fit" or _has(trainer, TokenNormalizedGradients):
@@ -146,35 +178,59 @@ class PackedAttention(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the models back as they were."""
+        self._packer.end()
         self._restore()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the models back: Lightning calls no teardown after an error."""
+        self._packer.end()
         self._restore()
 
     # --- the batches ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self, batch: Any, *, stage: Stage, name: str) -> None:
+        model = self._active[0].model if len(self._active) == 1 else None
+        pad_id = None if model is None else model.config.get_text_config().pad_token_id
+        row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
+        require_packed(batch if row is None else row)
+        if stage == "predict" and row is not None and row.left_out:
+            gone = row.left_out[0]
+            rank_zero_warn(
+                f"{len(row.left_out)} sources of {name} are left out of the prediction or cut, such as {gone.key!r} "
+                f"({gone.reason}, {gone.tokens} tokens)"
+            )
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Pack the batch, unless it is; refuse what cannot be packed."""
+        self._begin_step(batch, stage="train", name=f"batch {batch_idx}")
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Pack the batch, unless it is; refuse what cannot be packed."""
+        self._begin_step(batch, stage="validation", name=_named(batch_idx, dataloader_idx))
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Pack the batch, unless it is; refuse what cannot be packed."""
+        self._begin_step(batch, stage="test", name=_named(batch_idx, dataloader_idx))
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refuse a batch that is not packed."""
-        require_packed(batch)
+        """Pack the batch, unless it is; refuse what cannot be packed."""
+        self._begin_step(batch, stage="predict", name=_named(batch_idx, dataloader_idx))
+
+
+def _named(batch_idx: int, dataloader_idx: int) -> str:
+    return f"batch {batch_idx}" + (f" of loader {dataloader_idx}" if dataloader_idx else "")
+
+
+def _monitor_type() -> type[PackingMonitor]:
+    from lightning_pack.callbacks.monitor import PackingMonitor
+
+    return PackingMonitor
 
 
 def _has(trainer: Trainer, kind: type[Callback]) -> bool:
@@ -195,7 +251,8 @@ def require_packed(batch: Any) -> PackedBatch:
         return batch
     raise ValueError(
         f"PackedAttention got {describe_batch(batch)} and needs a PackedBatch, whose boundaries keep sources apart: use a "
-        "datamodule that packs (EnergonPackDataModule), or let the loader's collate_fn return "
+        "datamodule that packs (EnergonPackDataModule), let PackedAttention(policy=PackingPolicy(...)) pack the padded batches "
+        "(dicts with input_ids, attention_mask and labels) of any loader, or let the loader's collate_fn return "
         "PackedBatch.from_packs([policy.build(sources)], pad_id=...)"
     )
 
