@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_pack.resume import ResumeError
     from lightning_pack.rewind import SaveRefusedError
     from lightning_pack.row import PackedBatch
+    from lightning_pack.token_normalizer import TokenNormalizer
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "StorageError": "energon.outage",
     "StorageRetry": "energon.outage",
     "TokenNormalizedGradients": "callbacks",
+    "TokenNormalizer": "token_normalizer",
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
@@ -73,6 +75,7 @@ __all__ = [
     "StorageError",
     "StorageRetry",
     "TokenNormalizedGradients",
+    "TokenNormalizer",
     "WorkerFailedError",
     "isolation_check",
     "lower_bound",

@@ -95,10 +95,9 @@ class PackedCausalLM(LightningModule):
         self._gradient_checkpointing = gradient_checkpointing
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.model: PreTrainedModel | None = None
-        # Sums of millions of tokens need more than float32, which Apple's devices do not have.
-        precision = torch.float32 if torch.backends.mps.is_available() else torch.float64
-        self.val_loss = MeanMetric().set_dtype(precision)
-        self.test_loss = MeanMetric().set_dtype(precision)
+        self.val_loss = MeanMetric()
+        self.test_loss = MeanMetric()
+        self._widen(self.val_loss, self.test_loss)
 
     def configure_model(self) -> None:
         """Build the model, once; a hook, so that sharding strategies decide where its weights are made."""
@@ -158,12 +157,21 @@ class PackedCausalLM(LightningModule):
         self._check_vocabulary()
 
     def on_validation_start(self) -> None:
-        """Check the vocabulary."""
+        """Check the vocabulary; sum in double precision."""
         self._check_vocabulary()
+        self._widen(self.val_loss)
 
     def on_test_start(self) -> None:
-        """Check the vocabulary."""
+        """Check the vocabulary; sum in double precision."""
         self._check_vocabulary()
+        self._widen(self.test_loss)
+
+    @staticmethod
+    def _widen(*metrics: Metric) -> None:
+        # Sums of millions of tokens need more than float32, which Apple's devices do not have. Under precision="bf16-true" and
+        # the like, Lightning converts the whole module.
+        for metric in metrics:
+            metric.set_dtype(torch.float32 if torch.backends.mps.is_available() else torch.float64)
 
     def _check_vocabulary(self) -> None:
         assert self.model is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torchmetrics import MeanMetric
@@ -310,9 +311,13 @@ def test_what_cannot_be_probed_without_a_trace_is_refused(numbers: Path) -> None
         trainer.fit(Manual(), data(numbers))
     with pytest.raises(ValueError, match=r"Changing changes weights in place.*on_train_batch_end"):
         fit(numbers, probe=True, steps=1, module=Changing())
-    sharded = quiet_trainer(strategy=ModelParallelStrategy())
-    with pytest.raises(ValueError, match=r"under ModelParallelStrategy is not known.*a single device or DDPStrategy"):
-        MemoryProbe(sharded, Drawing())
+    exchanged = r"a step exchanges sharded weights and gradients.*a single device or DDPStrategy.*probe_memory=False"
+    with pytest.raises(ValueError, match=f"under ModelParallelStrategy {exchanged}"):
+        MemoryProbe(quiet_trainer(strategy=ModelParallelStrategy()), Drawing())
+    with pytest.raises(ValueError, match=f"under FSDPStrategy {exchanged}"):
+        MemoryProbe(SimpleNamespace(strategy=FSDPStrategy()), Drawing())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a step under DeepSpeedStrategy is not known.*engine.*probe_memory=False"):
+        MemoryProbe(SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy)), Drawing())  # type: ignore[arg-type]
 
 
 class Loader(LightningDataModule):

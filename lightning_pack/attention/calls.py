@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import nn
 
+#: Where FullyShardedDataParallel, checkpoint_wrapper, torch.compile and DistributedDataParallel keep what they wrap.
+_INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
+
 
 def losing_calls(model: nn.Module) -> list[str]:
     """Calls inside ``model`` that reach attention and hand no further keyword arguments on, as ``Class.child``, sorted.
@@ -23,12 +26,22 @@ def losing_calls(model: nn.Module) -> list[str]:
         if not _takes_mask(kind):
             continue
         for name in _closed_calls(kind):
-            child: Any = module._modules.get(name)
+            child: Any = _unwrapped(module._modules.get(name))
             child_kind: Any = type(child)
             # Embeddings count positions by the mask and attend to nothing.
             if child is not None and not isinstance(child, nn.Embedding) and _takes_mask(child_kind):
                 found.add(f"{kind.__name__}.{name}")
     return sorted(found)
+
+
+def _unwrapped(module: nn.Module | None) -> nn.Module | None:
+    # Sharding, recomputation and compilers put modules of their own around one, whose forward takes anything.
+    while module is not None and type(module).__module__.startswith("torch."):
+        inside = next((module._modules[name] for name in _INSIDE if name in module._modules), None)
+        if inside is None:
+            break
+        module = inside
+    return module
 
 
 @lru_cache(maxsize=1024)

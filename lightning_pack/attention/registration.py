@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from lightning_pack.attention.backends import Backend, SegmentsBackend
+from lightning_pack.attention.detection import skip_detection
 from lightning_pack.attention.frequencies import chooses_frequencies, refuse_shared_frequencies
 from lightning_pack.attention.masks import MaskDescription, describe_mask, refuse_cache, refuse_restarts
 from lightning_pack.attention.thd import THDInputs
@@ -157,3 +158,4 @@ def register() -> None:
     for name, required in ((ATTENTION, False), (STRICT_ATTENTION, True)):
         AttentionInterface.register(name, partial(packed_attention, require_boundaries=required))
         AttentionMaskInterface.register(name, describe_mask)
+    skip_detection(STRICT_ATTENTION)

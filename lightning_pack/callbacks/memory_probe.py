@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, XLAStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    XLAStrategy,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -60,12 +67,18 @@ class MemoryProbe:
                 f"probe_memory=True: {type(pl_module).__name__} optimizes manually, so its training_step would change the "
                 f"weights: use automatic optimization, {_OFF}"
             )
+        name = type(strategy).__name__
+        if isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+            raise ValueError(
+                f"probe_memory=True: under {name} a step exchanges sharded weights and gradients with the other ranks, which "
+                f"would wait for ever for one that ran out of memory: use a single device or DDPStrategy, {_OFF}"
+            )
         known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
         # These are DDP strategies by name only.
         if not known or isinstance(strategy, DeepSpeedStrategy | XLAStrategy):
             raise ValueError(
-                f"probe_memory=True: a step under {type(strategy).__name__} is not known to leave no trace in its engine: use "
-                f"a single device or DDPStrategy, {_OFF}"
+                f"probe_memory=True: a step under {name} is not known to leave no trace in its engine: use a single device or "
+                f"DDPStrategy, {_OFF}"
             )
         if getattr(strategy.model, "static_graph", False):
             # DDP counts backward passes also where it has not seen the forward, and takes the first for the graph of all.

@@ -51,10 +51,13 @@ def segment_operator(compute: Compute) -> Compute:
     def backward_fake(gradient: Tensor, *rest: Any) -> list[Tensor]:
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in rest[:4] if tensor is not None]
 
-    operator = library.custom_op(_NAME, forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+    # A captured graph of the device would never read boundaries again (torch 2.9 and later can be told).
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
+    operator = library.custom_op(_NAME, forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor", **tags)
     operator.register_fake(forward_fake)
     # Not a custom_op: inside one autograd is off, and this one runs it.
-    library.define(_BACKWARD, f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]")
+    library.define(_BACKWARD, f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]", **tags)
     library.impl(_BACKWARD, "default", backward)
     library.register_fake(_BACKWARD, backward_fake)
     derivative = torch.ops.lightning_pack.segment_attention_backward.default

@@ -67,7 +67,9 @@ class VarlenBackend:
         """
         refuse_options(self.name, causal=causal, dropout=dropout, softcap=softcap, sinks=sinks, gaps=inputs.pad_between_seqs)
         query, key, value = (tensor.contiguous() for tensor in in_autocast(query, key, value))
-        unusable = varlen_unusable(query.device, query.dtype)
+        # A compiler cannot trace the question what the device is able to do; it was asked when the backend was chosen.
+        asked = _wrong_place if torch.compiler.is_compiling() else varlen_unusable
+        unusable = asked(query.device, query.dtype)
         if unusable is not None:
             raise BackendError(f"backend 'varlen' {unusable}; {USE_SEGMENTS}")
         for refusal in _wrong_heads(query.shape[-1], value.shape[-1]):
@@ -89,13 +91,18 @@ class VarlenBackend:
 
 def varlen_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run there; None if it can."""
+    wrong = _wrong_place(device, dtype)
+    if wrong is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    return wrong
+
+
+def _wrong_place(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"runs on CUDA devices, and the model is on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         computed_in = str(dtype).removeprefix("torch.")
         return f"computes in bfloat16 and float16, and the model in {computed_in} (precision='bf16-mixed' changes that)"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
     return None
 
 
