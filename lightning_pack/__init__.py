@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from lightning_pack.attention import isolation_check
     from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
-    from lightning_pack.collated import BatchFields, CollatedBatchError, SourceOutput, packed_row, unpack
+    from lightning_pack.collated import BatchFields, CollatedBatchError, SourceOutput, pack_loader, packed_row, unpack
     from lightning_pack.context import ContextSlice
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
@@ -49,6 +49,7 @@ _HOMES = {
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
+    "pack_loader": "collated",
     "packed_row": "collated",
     "plan": "planner",
     "register_packer": "binning",
@@ -79,6 +80,7 @@ __all__ = [
     "WorkerFailedError",
     "isolation_check",
     "lower_bound",
+    "pack_loader",
     "packed_row",
     "plan",
     "register_packer",

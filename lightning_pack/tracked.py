@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_pack.row import PackedBatch
 
@@ -19,6 +19,20 @@ from lightning_pack.row import PackedBatch
 MOST_UNTRAINED = 1024
 
 Position = TypeVar("Position")
+
+
+class ProgressLoader(Protocol):
+    """What :class:`~lightning_pack.progress.TrainingProgress` needs of the loader that it drives."""
+
+    before_fetch: Callable[[], None]
+
+    @property
+    def finished(self) -> bool: ...  # noqa: D102
+    def trained(self) -> PackedBatch: ...  # noqa: D102
+    def commit(self) -> None: ...  # noqa: D102
+    def state(self) -> Any: ...  # noqa: D102
+    def restore(self, state: Mapping[str, Any] | None) -> None: ...  # noqa: D102
+    def stop(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

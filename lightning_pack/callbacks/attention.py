@@ -17,6 +17,7 @@ from lightning_pack.attention.inspection import ModelRefusedError
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
 from lightning_pack.collated.fields import BatchFields
+from lightning_pack.collated.loader import PackLoader
 from lightning_pack.collated.packer import BatchPacker, Stage
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
@@ -106,7 +107,7 @@ class PackedAttention(Callback):
                 )
         # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last. Before
         # it, this callback would be visited a second time.
-        added = [self._normalization(trainer, stage), self._monitor(trainer)]
+        added = [self._progress(trainer, stage), self._normalization(trainer, stage), self._monitor(trainer)]
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         at = callbacks.index(self)
         callbacks[at + 1 : at + 1] = [callback for callback in added if callback is not None]
@@ -114,11 +115,20 @@ class PackedAttention(Callback):
         counting = (_monitor_type(), TokenNormalizedGradients)
         callbacks.insert(next((i for i in range(at) if isinstance(callbacks[i], counting)), at), callbacks.pop(at))
 
+    def _progress(self, trainer: Trainer, stage: str) -> Callback | None:
+        """What resumes the rows of pack_loader; a datamodule of ours brings its own."""
+        from lightning_pack.loader_progress import LoaderProgress, TrainingProgress
+
+        needed = stage == "fit" and not _has(trainer, TrainingProgress) and LoaderProgress.may_serve(trainer)
+        return LoaderProgress() if needed else None
+
     def _monitor(self, trainer: Trainer) -> Callback | None:
         if not self.monitor:
             return None
-        # A row without a fixed width has no slots but its own tokens.
+        # A row without a fixed width has no slots but its own tokens, if its packs come out of one batch.
+        loader = trainer.fit_loop._data_source.instance
         policy = None if self.policy is None or self.policy.row_width is None else self.policy
+        policy = loader.policy if isinstance(loader, PackLoader) else policy
         kind = _monitor_type()
         return None if _has(trainer, kind) else kind(policy=policy)
 

@@ -1,8 +1,19 @@
 """Batches that a collator made, padded or flattened, as packed rows on their device."""
 
 from lightning_pack.collated.fields import BatchFields, CollatedBatchError
+from lightning_pack.collated.loader import PackLoader, pack_loader
 from lightning_pack.collated.output import SourceOutput, unpack
 from lightning_pack.collated.rectangle import pack_collated
 from lightning_pack.collated.row import CollatedRow, packed_row
 
-__all__ = ["BatchFields", "CollatedBatchError", "CollatedRow", "SourceOutput", "pack_collated", "packed_row", "unpack"]
+__all__ = [
+    "BatchFields",
+    "CollatedBatchError",
+    "CollatedRow",
+    "PackLoader",
+    "SourceOutput",
+    "pack_collated",
+    "pack_loader",
+    "packed_row",
+    "unpack",
+]

@@ -41,7 +41,7 @@ def pack_flattened(contents: Contents, *, pad_id: int, name: str) -> CollatedRow
     for entry in ("labels", "shift_labels"):
         if (value := read.get(entry)) is not None and tuple(value.shape) != (1, width):
             raise CollatedBatchError(f"{entry} of {name} has shape {list(value.shape)} in a row of {width} tokens")
-    offsets = _offsets(read, width=width, name=name)
+    offsets = offsets_of(read, width=width, name=name)
     lengths = [stop - start for start, stop in pairwise(offsets)]
     places = torch.arange(width).split(lengths)
     if isinstance(contents.keys, Tensor) or contents.keys is None or len(contents.keys) != len(lengths):
@@ -59,7 +59,7 @@ def pack_flattened(contents: Contents, *, pad_id: int, name: str) -> CollatedRow
     return row
 
 
-def _offsets(read: dict[str, Any], *, width: int, name: str) -> list[int]:
+def offsets_of(read: dict[str, Any], *, width: int, name: str) -> list[int]:
     """Physical offsets of the sources, the last of which is the width."""
     rows = {entry: read[entry] for entry in ("position_ids", "seq_idx") if entry in read}
     for entry, value in rows.items():

@@ -1,0 +1,291 @@
+"""pack_loader: the batches of any loader as packed rows, packed over several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pack.agreement import Agreement
+from lightning_pack.collated.fields import BatchFields
+from lightning_pack.collated.sources import sources_of
+from lightning_pack.collated.usable import refuse_split
+from lightning_pack.collated.waiting import LoaderPosition, WindowedPacks, plain_copy
+from lightning_pack.policy import PackingPolicy
+from lightning_pack.row import LeftOut, PackedBatch
+from lightning_pack.tracked import Fetched, TrackedLoader
+
+OnMismatch = Literal["error", "restart"]
+#: Settings of the loader of a whole stream.
+_OF_A_STREAM = ("buffer_size", "min_bins", "bins_multiple_of", "balance", "window")
+
+
+def pack_loader(
+    loader: Iterable[Any],
+    policy: PackingPolicy,
+    *,
+    window: int = 8,
+    fields: BatchFields | None = None,
+    pad_id: int = 0,
+    even_ranks: bool = True,
+    sharded: bool = False,
+    on_mismatch: OnMismatch = "error",
+) -> PackLoader:
+    """The batches of a loader as packed rows, each one pack, packed over a window of batches.
+
+    A row holds sources of several batches, and sources that found no good row wait over the next choices as the policy says
+    (``carry_over``, ``age_limit``; ages are counted in batches). Each iteration is one pass of the loader in which every source
+    comes once, or is reported with its reason in a row's ``left_out``. There is no length, since nobody knows it before.
+
+    **Several ranks.** With ``even_ranks`` each rank gets as many rows in a pass as every other, which training needs; the
+    sources of rows that a rank has more are reported as ``uneven_ranks``. Lightning puts a ``DistributedSampler`` only into
+    DataLoaders that it sees, so the loader has to bring its own; one that does not is refused. ``set_epoch`` of its samplers is
+    called before each pass.
+
+    **Resume.** Under a Trainer with :class:`~lightning_pack.callbacks.PackedAttention` a run goes on exactly where its last
+    completed optimizer step was, if the loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``):
+    the checkpoint holds the loader's state before the oldest batch of which a source waits, and which sources wait. Those
+    batches are read again. Where the loader cannot tell its state, a warning says so, and a resume is refused.
+
+    Args:
+        loader: any iterable of padded or flattened batches, or of lists of samples that are not padded
+            (``collate_fn=list``), see :func:`~lightning_pack.collated.sources.sources_of`.
+        policy: decides what shares a row. ``algorithm="auto"`` is settled by the sources of the first window.
+            ``buffer_size`` and ``balance`` are those of streams and are refused.
+        window: batches to choose from.
+        fields: what the entries of the batches are.
+        pad_id: token id in gaps.
+        even_ranks: whether all ranks get equally many rows; False gives each rank all of its own, for evaluation.
+        sharded: the loader gives each rank a part of its own although no ``DistributedSampler`` shows it.
+        on_mismatch: what happens to a resume that cannot be exact: ``"error"`` refuses it, ``"restart"`` starts the data over
+            with a warning and keeps weights and optimizer.
+
+    Raises:
+        ValueError: for settings that do not fit or are not used.
+
+    Example:
+        >>> import torch
+        >>> samples = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (5, 3, 6, 2)]
+        >>> rows = list(pack_loader([samples[:2], samples[2:]], PackingPolicy(8, algorithm="best_fit_decreasing")))
+        >>> sorted(sorted(row.cu_seqlens.diff().tolist()) for row in rows)
+        [[2, 6], [3, 5]]
+    """
+    unused = {f.name: f.default for f in fields_of(policy) if f.name in _OF_A_STREAM}
+    if changed := [f"{name}={getattr(policy, name)!r}" for name, default in unused.items() if getattr(policy, name) != default]:
+        raise ValueError(
+            f"pack_loader chooses from a window of batches and does not use {', '.join(changed)}: leave it out, and say "
+            "window=... for the number of batches"
+        )
+    refuse_split(policy)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window={window!r}: a whole number of at least 1 is needed")
+    if on_mismatch not in ("error", "restart"):
+        raise ValueError(f"on_mismatch={on_mismatch!r} is not one of 'error', 'restart'")
+    return PackLoader(
+        loader,
+        replace(policy, buffer_size=window),
+        fields=fields or BatchFields(),
+        pad_id=pad_id,
+        even_ranks=even_ranks,
+        sharded=sharded,
+        on_mismatch=on_mismatch,
+    )
+
+
+class PackLoader(TrackedLoader[LoaderPosition]):
+    """What :func:`pack_loader` gives. It has no ``state_dict``, which Lightning would save one batch too late, of one rank.
+
+    Args:
+        loader: the wrapped one.
+        policy: with the window, in batches, as ``buffer_size``.
+        fields: of the batches.
+        pad_id: token id in gaps.
+        even_ranks: whether all ranks get equally many rows.
+        sharded: whether the loader is known to give each rank a part of its own.
+        on_mismatch: what happens to a resume that cannot be exact.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        policy: PackingPolicy,
+        *,
+        fields: BatchFields,
+        pad_id: int,
+        even_ranks: bool,
+        sharded: bool,
+        on_mismatch: OnMismatch,
+    ) -> None:
+        super().__init__(LoaderPosition())
+        self.loader, self.policy, self.on_mismatch = loader, policy, on_mismatch
+        self._fields, self._pad_id = fields, pad_id
+        self._even_ranks, self._sharded = even_ranks, sharded
+        self._algorithm: str | None = None
+        self._agreement = Agreement()
+        #: Whether rows are kept until they are counted as trained. Without it each iteration is a pass of its own.
+        self.tracked = False
+        self._passes = 0
+
+    @property
+    def finished(self) -> bool:
+        """Never: the Trainer decides how many passes there are."""
+        return False
+
+    def _more(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        if self.tracked:
+            yield from super().__iter__()
+            return
+        position = LoaderPosition(epoch=self._passes)
+        self._passes += 1
+        for fetched in self._rows_from(position):
+            yield fetched.batch
+
+    # --- the position --------------------------------------------------------------------------------------------------
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the wrapped loader tells its state and can go back to one."""
+        return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def settings(self) -> dict[str, Any]:
+        """What decides which rows the batches become, as plain values."""
+        policy = self.policy.fingerprint()
+        return {"packing": policy | {"window": policy.pop("buffer_size")}, "even_ranks": self._even_ranks, "ranks": _ranks()[1]}
+
+    def state(self) -> dict[str, Any]:
+        """Where training stands after the last complete step, as plain containers."""
+        return {"at": self._committed.plain(), "algorithm": self._algorithm}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go to a state of :meth:`state`, or to the beginning of the first pass.
+
+        Raises:
+            ValueError: for a state that is none, and where the wrapped loader cannot go back to one.
+        """
+        if state is None:
+            self._go_to(LoaderPosition())
+            return
+        if set(state) != {"at", "algorithm"}:
+            raise ValueError("a loader's state should hold at, algorithm")
+        position = LoaderPosition.of(state["at"])
+        if (position.begun or position.epoch) and not self.stateful:
+            raise ValueError(self.not_stateful)
+        self._algorithm = state["algorithm"]
+        self._go_to(position)
+
+    def stop(self) -> None:
+        """End the reading. The position stays; where the loader cannot go back to it, its pass begins again."""
+        super().stop()
+        if not self.stateful:
+            self._go_to(LoaderPosition(epoch=self._committed.epoch))
+
+    @property
+    def not_stateful(self) -> str:
+        """Why there is no exact resume, and what to do."""
+        return (
+            f"pack_loader wraps a {type(self.loader).__name__}, which has no state_dict and load_state_dict, so a run cannot "
+            "go on where it stopped in the data: use torchdata.stateful_dataloader.StatefulDataLoader in its place, or "
+            "pack_loader(..., on_mismatch='restart') to start the data over where a run is resumed"
+        )
+
+    def _snapshot(self) -> Any:
+        if not (self.tracked and self.stateful):
+            return None
+        return plain_copy(self.loader.state_dict(), where="the state of the loader")  # type: ignore[attr-defined]
+
+    def _settle(self, lengths: list[int]) -> str:
+        if self._algorithm is None:
+            # By sources, which are what the algorithms choose from.
+            self._algorithm = replace(self.policy, buffer_size=len(lengths)).settled(lengths).algorithm
+        return self._algorithm
+
+    # --- a pass --------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> Iterator[Fetched[LoaderPosition]]:
+        return self._rows_from(self._reached)
+
+    def _open(self, position: LoaderPosition) -> tuple[Iterator[Any], LoaderPosition]:
+        """The batches from a position on, and the position with the state that the loader then has."""
+        self._refuse_same_data()
+        for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
+            for each in (sampler, getattr(sampler, "sampler", None)):
+                if callable(set_epoch := getattr(each, "set_epoch", None)):
+                    set_epoch(position.epoch)
+        if position.loader is not None:
+            # Also after the last batch of a pass, from where the order of the next one follows.
+            self.loader.load_state_dict(position.loader)  # type: ignore[attr-defined]
+        batches = iter(self.loader)
+        if position.begun:
+            return batches, position
+        begun = replace(position, loader=self._snapshot(), begun=True)
+        if self.tracked:
+            # A checkpoint from before the first row is trained tells of this pass and no other.
+            self._committed = begun if self._committed == position else self._committed
+            self._counted = begun if self._counted == position else self._counted
+        return batches, begun
+
+    def _rows_from(self, position: LoaderPosition) -> Iterator[Fetched[LoaderPosition]]:
+        """As many rows as every rank has, the last of them with what is left over."""
+        everyone: Callable[[bool], bool] = self._agreement.everyone if self._even_ranks else bool
+        batches, begun = self._open(position)
+        rank, _ = _ranks()
+        packs = WindowedPacks(
+            batches,
+            sources=lambda batch, number: sources_of(batch, roles=self._fields, name=f"batch {number}"),
+            snapshot=self._snapshot,
+            policy=self.policy,
+            position=begun,
+            worker=rank,
+            settle=self._settle,
+        )
+        rows = ((PackedBatch.from_packs([pack], pad_id=self._pad_id), after) for pack, after in packs.packs())
+        held = next(rows, None)
+        if not everyone(held is not None):
+            if not self._even_ranks and not packs.news:
+                return
+            raise ValueError(
+                f"{'a data-parallel rank has' if self._even_ranks else 'there is'} no row in this pass over the loader: use "
+                "fewer ranks, or more data" + "".join(f"; left out: {gone.key} ({gone.reason})" for gone in packs.news[:3])
+            )
+        assert held is not None
+        while everyone((following := next(rows, None)) is not None):
+            assert following is not None
+            yield Fetched(*held)
+            held = following
+        row, _ = held
+        while following is not None:
+            # Another rank has come to its end, and an optimizer step needs a row from each.
+            more, _ = following
+            row.left_out += more.left_out
+            lengths = more.cu_seqlens.diff().tolist()
+            row.left_out += [LeftOut(key, "uneven_ranks", n) for key, n in zip(more.source_keys, lengths, strict=False)]
+            following = next(rows, None)
+        row.left_out += packs.news
+        yield Fetched(row, LoaderPosition(epoch=position.epoch + 1, loader=self._snapshot()), ends_pass=True)
+
+    def _refuse_same_data(self) -> None:
+        _, ranks = _ranks()
+        loader = self.loader
+        if ranks == 1 or self._sharded or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return
+        samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+        if not any(hasattr(sampler, "num_replicas") for sampler in samplers):
+            raise ValueError(
+                f"each of the {ranks} ranks would train on all of the data, since the DataLoader given to pack_loader has no "
+                "DistributedSampler (Lightning puts one only into DataLoaders that it sees): give it "
+                "sampler=DistributedSampler(dataset), or say pack_loader(..., sharded=True) if each rank has a part of its own"
+            )
+
+
+def _ranks() -> tuple[int, int]:
+    """This rank and their number."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
