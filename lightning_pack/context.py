@@ -12,9 +12,10 @@ the full row. Boundaries stay global: kernels divide them by the number of ranks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pack.model_arguments import model_arguments
@@ -57,7 +58,7 @@ class ContextSlice:
         """Cut a row.
 
         Args:
-            batch: the full row. One on an accelerator is waited for: cut before the transfer where that matters.
+            batch: the full row. One on an accelerator is waited for: cut before the transfer (:meth:`to`) where that matters.
             layout: whose ``context`` is the number of ranks.
             rank: context-parallel rank, ``0 <= rank < layout.context``.
 
@@ -77,6 +78,21 @@ class ContextSlice:
             cu_seqlens_padded=batch.cu_seqlens_padded,
             max_seqlen=batch.max_seqlen,
         )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> ContextSlice:
+        """A copy with every tensor on ``device``, as :meth:`~lightning_pack.row.PackedBatch.to` gives one of a row."""
+        # Each tensor is moved once, so one object in two fields stays one object.
+        moved: dict[int, Tensor] = {}
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                if id(value) not in moved:
+                    waits_not = value.is_pinned() if non_blocking is None else non_blocking
+                    moved[id(value)] = value.to(device, non_blocking=waits_not)
+                value = moved[id(value)]
+            values[field.name] = value
+        return type(self)(**values)
 
     def padding_mask(self) -> Tensor:
         """Bool ``[1, t]``, True on pads."""

@@ -13,7 +13,7 @@ one source is changed at a time and each is compared with itself alone. Nothing 
 """
 _EPILOG = """\
 Without weights the model is drawn at random, which is as good for this question. Exit codes: 0 the sources are isolated, 1 they
-are not or the model is refused, 2 wrong usage.
+are not, the model is refused or there is none at the path, 2 wrong usage.
 """
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -51,6 +51,12 @@ def main(args: list[str]) -> None:
     from lightning_pack.attention.check import isolation_check
     from lightning_pack.attention.inspection import inspect_model
 
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    # Torch without the device's backend asserts.
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {device}: {str(error).partition(chr(10))[0]}")
     candidate = Candidate.at(path)
     empty = candidate.empty()
     size = sum(parameter.numel() for parameter in empty.parameters())
@@ -67,7 +73,7 @@ def main(args: list[str]) -> None:
         print("weights: drawn at random, the path has none")
     else:
         print(f"weights: of {candidate.weights}" + (f", {len(missing)} drawn at random: {_few(missing)}" if missing else ""))
-    torch.nn.Module.to(model, torch.device(device))
+    torch.nn.Module.to(model, place)
     verdict = isolation_check(model, **options)
     print(verdict)
     if not verdict.isolated:

@@ -137,6 +137,8 @@ class ParallelLayout:
             >>> ParallelLayout(context=2).context_slices(torch.tensor([0, 8, 12]), width=12).tolist()
             [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
         """
+        if cu_seqlens_padded.is_floating_point():
+            raise ValueError(f"boundaries are {cu_seqlens_padded.dtype}, and offsets are whole numbers: pass cu_seqlens_padded")
         bounds = cu_seqlens_padded.cpu().numpy().astype(np.int64)
         if bounds.ndim != 1 or not bounds.size or bounds[0] != 0 or (np.diff(bounds) < 0).any():
             raise ValueError(f"boundaries {bounds.tolist()} of a row start at 0 and do not fall: pass cu_seqlens_padded")

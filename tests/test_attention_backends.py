@@ -5,6 +5,7 @@ import inspect
 import logging
 import pickle
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_pack.attention.backends.varlen import varlen_unusable
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.pretrained import checkpoint_activations
+from tests.architectures import ARCHITECTURES
 from tests.reference_attention import reference_attention
 from tests.te_stub import SIGNATURES, StubAttention, transformer_engine
 from tests.tiny_models import (
@@ -86,6 +88,34 @@ def test_te_gives_what_segments_give(model_type: str, version: str) -> None:
     torch.testing.assert_close(logits, expected[0], rtol=0, atol=1e-12)
     assert largest_difference(gradients, expected[1]) < 1e-12
     assert not any("_packed_attention_backend" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 4}, "last boundary is 34 but the row has 38 tokens"),
+        ({"max_length_q": 11, "max_length_k": 11}, "max_length_q=11 is less than the longest source of 12 tokens"),
+    ],
+)
+def test_a_first_row_with_wrong_boundaries_does_not_reach_a_kernel(changes: dict[str, int], message: str) -> None:
+    model = tiny_model("llama")
+    batch = pack_row(make_sources())
+    inputs = {**forward_inputs(batch), **{name: value for name, value in changes.items() if name != "tokens"}}
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert embedded.shape[1] == 34
+    if "tokens" in changes:
+        # As prompt tuning does: tokens of its own in front, positions left to the model.
+        embedded = torch.cat([embedded[:, : changes["tokens"]], embedded], dim=1)
+        del inputs["position_ids"]
+    with transformer_engine("2.20") as kind:
+        active = ActivatedModel.of(model, backend=TransformerEngineBackend())
+        with pytest.raises(ValueError, match=message):
+            model(inputs_embeds=embedded, **inputs)
+        assert kind.calls == []
+        model(**forward_inputs(batch))
+        assert len(kind.calls) == 2
+        active.restore()
+    assert not any(name.startswith("_packed_attention") for module in model.modules() for name in vars(module))
 
 
 @pytest.mark.parametrize("version", SIGNATURES)
@@ -245,6 +275,13 @@ def test_models_that_ask_for_it_are_refused_before_the_first_step(
                 ActivatedModel.of(model, backend=backend)
     assert kind.made == []
     assert model.config._attn_implementation != ATTENTION
+
+
+def test_varlen_refuses_heads_without_a_kernel_also_where_layers_differ() -> None:
+    gemma = next(a for a in ARCHITECTURES if a.model_type == "gemma4_text")
+    model = replace(gemma, config={**gemma.config, "global_head_dim": 512}).build()
+    assert [layer.head_dim for layer in model.config.per_layer_config] == [8, 512] * 2
+    assert list(VarlenBackend().refusals(model)) == ["heads of 512 (only multiples of 8 up to 256)"]
 
 
 def test_varlen_refuses_heads_without_a_kernel() -> None:

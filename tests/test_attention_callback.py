@@ -182,6 +182,59 @@ def test_every_model_of_the_module_is_switched() -> None:
     assert module.teacher.config._attn_implementation == "sdpa"
 
 
+class Distilled(Plain):
+    """Keeps its teacher out of its own weights; ``shared`` lets both have one configuration."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        teacher = AutoModelForCausalLM.from_config(self.model.config) if shared else tiny_model("qwen2")
+        self._teachers = {"large": teacher}
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        teacher = self._teachers["large"]
+        self.seen.append(("teacher", teacher.config._attn_implementation, teacher.config.use_cache))
+        return super().training_step(batch, batch_idx) + teacher(**batch).loss
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_models_in_containers_and_with_one_configuration_are_switched_and_put_back(shared: bool) -> None:
+    module = Distilled(shared=shared)
+    teacher = module._teachers["large"]
+    assert (teacher.config is module.model.config) is shared
+    assert teacher not in list(module.modules())
+    quiet_trainer(callbacks=[alone()], max_epochs=1).fit(module, rows())
+    assert module.seen == [("teacher", STRICT_ATTENTION, False), ("train", STRICT_ATTENTION, False)]
+    for model in (module.model, teacher):
+        assert (model.config._attn_implementation, model.config.use_cache) == ("sdpa", True)
+
+
+class Generating(Plain):
+    """Generates between batches, under another attention; ``careful`` puts the packed one back."""
+
+    def __init__(self, *, careful: bool) -> None:
+        super().__init__()
+        self.careful = careful
+
+    def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
+        packed = self.model.config._attn_implementation
+        self.model.set_attn_implementation("sdpa")
+        self.model.generate(batch.input_ids[:, :3], max_new_tokens=2, use_cache=True)
+        if self.careful:
+            self.model.set_attn_implementation(packed)
+
+
+def test_attention_that_was_changed_is_noticed_at_the_next_batch() -> None:
+    row = pack_row(make_sources())
+    careful, careless = Generating(careful=True), Generating(careful=False)
+    quiet_trainer(callbacks=[alone()], max_epochs=1).fit(careful, Rows(row, row))
+    assert [name for name, *_ in careful.seen] == ["train", "train"]
+    with pytest.raises(
+        ModelRefusedError, match=r"LlamaForCausalLM was set to 'sdpa' during the run.*'packed_thd_strict' again"
+    ):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(careless, Rows(row, row))
+    assert [name for name, *_ in careless.seen] == ["train"]
+
+
 def test_one_bad_model_leaves_the_others_untouched() -> None:
     class Mixed(Plain):
         def configure_model(self) -> None:
@@ -192,6 +245,13 @@ def test_one_bad_model_leaves_the_others_untouched() -> None:
     with pytest.raises(ModelRefusedError, match="MambaForCausalLM"):
         quiet_trainer(callbacks=[alone()], max_epochs=1).fit(module, rows())
     assert module.model.config._attn_implementation == "sdpa"
+
+
+def test_two_of_its_kind_are_refused() -> None:
+    module = Plain()
+    with pytest.raises(ValueError, match=r"has several PackedAttention callbacks.*leave one"):
+        quiet_trainer(callbacks=[alone(), PackedAttention(backend="segments")], max_epochs=1).fit(module, rows())
+    assert module.seen == []
 
 
 def test_a_module_without_a_model_is_refused() -> None:

@@ -95,6 +95,16 @@ def test_only_the_outermost_models_are_found() -> None:
     assert find_models(model) == [model]
 
 
+def test_models_in_containers_are_found_once_and_recorded_copies_are_not() -> None:
+    model, teacher = tiny_model("llama"), tiny_model("qwen2")
+    module = nn.Module()
+    module.first, module.again = nn.Sequential(model), nn.Sequential(model)
+    # A container that leads back to its owner is no way without end.
+    module.kept = {"owner": module, "teacher": nn.Sequential(teacher)}
+    module._hparams_initial = {"model": tiny_model("llama")}
+    assert find_models(module) == [model, teacher]
+
+
 def test_no_model_is_an_error_with_a_way_out() -> None:
     with pytest.raises(ModelRefusedError, match=r"no transformers model was found in Linear.*leave .* PackedAttention out"):
         find_models(nn.Linear(2, 2))

@@ -78,6 +78,8 @@ def test_rows_that_cannot_be_cut_are_refused() -> None:
     for wrong in ([0, 8, 4], [4, 8], []):
         with pytest.raises(ValueError, match="start at 0 and do not fall: pass cu_seqlens_padded"):
             layout.context_slices(torch.tensor(wrong, dtype=torch.int32), width=8)
+    with pytest.raises(ValueError, match=r"boundaries are torch\.float32, and offsets are whole numbers"):
+        layout.context_slices(torch.tensor([0, 4.5, 8]), width=8)
     batch = pack([6, 3], context=1)
     with pytest.raises(ValueError, match="length of 6, which is not divisible by"):
         ContextSlice.of(batch, layout=layout, rank=0)
@@ -108,6 +110,21 @@ def test_a_slice_has_the_tokens_of_its_places_and_global_boundaries(context: int
     # Shifted before it was cut: some target is not the next token of its slice.
     moved = [bool((p.shift_labels[0, :-1] != p.input_ids[0, 1:])[p.loss_mask[0, :-1]].any()) for p in parts]
     assert moved == [context > 1] * context
+
+
+@pytest.mark.parametrize("lengths", [[8, 16], [7, 16]])
+def test_a_slice_is_moved_whole(lengths: list[int]) -> None:
+    batch = pack(lengths, context=2)
+    # Kernels tell 'no padding' by identity.
+    assert (batch.cu_seqlens is batch.cu_seqlens_padded) == (lengths[0] == 8)
+    part = ContextSlice.of(batch, layout=ParallelLayout(context=2), rank=1)
+    moved = part.to("meta")
+    tensors = {name: value for name, value in vars(moved).items() if isinstance(value, Tensor)}
+    assert set(SLICED) | {"indices", "cu_seqlens", "cu_seqlens_padded"} == set(tensors)
+    assert {str(value.device) for value in tensors.values()} == {"meta"}
+    assert (moved.cu_seqlens is moved.cu_seqlens_padded) == (lengths[0] == 8)
+    assert (moved.rank, moved.context, moved.max_seqlen) == (1, 2, 16)
+    assert part.input_ids.device.type == "cpu"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

@@ -55,12 +55,16 @@ class Drawing(pl.LightningModule):
         self.keys: list[list[str]] = []
         self.recent: deque[float] = deque([0.5], maxlen=2)
         self.nested: dict[str, Any] = {"seen": {"widths": [0]}}
+        self.own = {"torch": torch.Generator().manual_seed(3), "numpy": np.random.default_rng(3), "python": random.Random(3)}
         self.steps = 0
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         logits = self.model(**{k: v for k, v in batch.model_inputs().items() if k not in ("labels", "shift_labels")}).logits
         logits = self.dropout(self.norm(logits[0])) * (1 + random.random() + np.random.rand()) / 2  # noqa: NPY002
         loss = nn.functional.cross_entropy(logits, batch.shift_labels[0])
+        loss = loss * (
+            1 + torch.rand((), generator=self.own["torch"]) + self.own["numpy"].random() + self.own["python"].random()
+        )
         self.norm.calls += 1
         # The first step is the only one in training mode.
         self.norm.eval()
@@ -299,9 +303,16 @@ class Manual(Drawing):
 
 
 class Changing(Drawing):
+    def __init__(self, *, unseen: bool = False) -> None:
+        super().__init__()
+        self.unseen = unseen
+
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.norm.weight.mul_(0.9)
+        # Through .data, no version counts a change.
+        weight = self.norm.weight.data if self.unseen else self.norm.weight.detach()
+        version = self.norm.weight._version
+        weight.mul_(0.9)
+        assert (self.norm.weight._version == version) is self.unseen
         return super().training_step(batch, batch_idx)
 
 
@@ -309,8 +320,9 @@ def test_what_cannot_be_probed_without_a_trace_is_refused(numbers: Path) -> None
     trainer = quiet_trainer(callbacks=[PackedAttention(probe_memory=True, token_normalization=False)], max_steps=1)
     with pytest.raises(ValueError, match=r"Manual optimizes manually.*probe_memory=False"):
         trainer.fit(Manual(), data(numbers))
-    with pytest.raises(ValueError, match=r"Changing changes weights in place.*on_train_batch_end"):
-        fit(numbers, probe=True, steps=1, module=Changing())
+    for unseen in (False, True):
+        with pytest.raises(ValueError, match=r"Changing changes weights in place.*on_train_batch_end"):
+            fit(numbers, probe=True, steps=1, module=Changing(unseen=unseen))
     exchanged = r"a step exchanges sharded weights and gradients.*a single device or DDPStrategy.*probe_memory=False"
     with pytest.raises(ValueError, match=f"under ModelParallelStrategy {exchanged}"):
         MemoryProbe(quiet_trainer(strategy=ModelParallelStrategy()), Drawing())
@@ -379,4 +391,11 @@ def test_the_state_of_later_steps_is_counted_and_not_made(kind: str) -> None:
     # Adagrad makes its state when it is constructed.
     assert expected == ([] if kind == "Adagrad" else sorted(made))
     assert made
+    assert missing_state(optimizer) == []
+
+
+def test_of_an_optimizer_that_needs_a_closure_nothing_is_counted() -> None:
+    optimizer = torch.optim.LBFGS(nn.Linear(8, 4).parameters())
+    with pytest.raises(TypeError, match="closure"):
+        optimizer.step()
     assert missing_state(optimizer) == []

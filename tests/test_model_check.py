@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_pack import isolation_check
 from lightning_pack.attention import STRICT_ATTENTION, ActivatedModel, IsolationVerdict, ModelRefusedError, inspect_model
@@ -219,6 +219,16 @@ def test_what_cannot_be_checked_is_refused_with_the_way_out() -> None:
         ValueError, match=r"GptOssForCausalLM does not run a plain sample of \d+ tokens in float64 on cpu .*another"
     ):
         isolation_check(tiny_model("gpt_oss", dtype=torch.float64))
+    without_head = tiny_model("llama").model
+    with pytest.raises(ValueError, match=r"LlamaModel gives no logits for 12 tokens.*such as AutoModelForCausalLM"):
+        isolation_check(without_head)
+    pooled = AutoModelForSequenceClassification.from_config(without_head.config)
+    with pytest.raises(ValueError, match=r"Classification gives logits of shape \[1, 2\] for 12 tokens"):
+        isolation_check(pooled)
+    broken = tiny_model("llama")
+    broken.model.norm = None
+    with pytest.raises(ValueError, match=r"does not run a plain sample .*TypeError: 'NoneType' object is not callable"):
+        isolation_check(broken)
     assert isolation_check(nn.Sequential(tiny_model("llama"))).model == "LlamaForCausalLM"
 
 
@@ -376,6 +386,8 @@ def test_nothing_is_asked_of_the_hub_and_help_is_quick(config_file: Path) -> Non
         ("[1]", "holds a list and not the fields of a model"),
         ('{"model_type": "lama"}', "model_type='lama' is not known to this version of transformers"),
         ('{"model_type": "vit"}', "'vit' is no causal language model"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "makes no configuration of it (StrictDataclassFieldValidationError"),
+        ('{"model_type": "llama", "hidden_act": "no"}', "builds no model of it (KeyError: "),
         ('{"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 100000000000}', "GB: give --dtype bfloat16, or a copy"),
     ],
 )
@@ -390,3 +402,21 @@ def test_what_is_no_model_is_an_error(
     assert "lightning-pack: error: " in error
     assert message in error
     assert str(path) in error
+
+
+@pytest.mark.parametrize("broken", ["damaged", "of another size"])
+def test_weights_that_do_not_load_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    assert check_model(tmp_path) == 0
+    if broken == "damaged":
+        (tmp_path / "model.safetensors").write_bytes(b"none")
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", hidden_size=64)))
+    assert check_model(tmp_path) == 1
+    assert f"lightning-pack: error: {tmp_path}: the weights do not load (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_wrong_usage(config_file: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    assert check_model(config_file, "--device", device) == 2
+    assert f"--device {device}: " in capsys.readouterr().err

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lightning_pack.attention.backends import Backend
-from lightning_pack.attention.inspection import require_packable
-from lightning_pack.attention.registration import BACKEND_ATTRIBUTE, STRICT_ATTENTION, register
+from lightning_pack.attention.inspection import ModelRefusedError, require_packable
+from lightning_pack.attention.registration import BACKEND_ATTRIBUTE, CHECKED_ATTRIBUTE, STRICT_ATTENTION, register
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,6 +17,8 @@ class ActivatedModel:
     """A model that runs packed rows, and what was set in it before."""
 
     model: PreTrainedModel
+    #: Attention implementation that its text part runs, by name.
+    packed: str
     #: Attention implementation of the text part before.
     attention: str
     #: Each configuration that asks for a KV cache, and what it said.
@@ -37,6 +39,7 @@ class ActivatedModel:
         text = model.config.get_text_config()
         activated = cls(
             model=model,
+            packed=attention,
             attention=text._attn_implementation,
             # A composite configuration does not pass use_cache on to its text part, nor the other way round.
             caches=tuple(
@@ -52,11 +55,26 @@ class ActivatedModel:
             config.use_cache = False
         return activated
 
+    def require_active(self) -> None:
+        """Refuse a model whose attention was set to something else since.
+
+        Raises:
+            ModelRefusedError: naming that.
+        """
+        now = self.model.config.get_text_config()._attn_implementation
+        if now != self.packed:
+            raise ModelRefusedError(
+                f"the attention of {type(self.model).__name__} was set to {now!r} during the run, under which nothing keeps "
+                f"the sources of a packed row apart: set {self.packed!r} again before the next batch (after you have "
+                "generated text, for instance), or leave it alone"
+            )
+
     def restore(self) -> None:
         """Put back attention and KV cache as they were."""
         set_attention(self.model, self.attention)
         for module in self.model.modules():
-            module.__dict__.pop(BACKEND_ATTRIBUTE, None)
+            for name in (BACKEND_ATTRIBUTE, CHECKED_ATTRIBUTE):
+                module.__dict__.pop(name, None)
         for config, use_cache in self.caches:
             config.use_cache = use_cache
 

@@ -33,7 +33,7 @@ class Candidate:
         """What lies at ``path``: a folder with a config.json, or a configuration file.
 
         Raises:
-            ValueError: if that is no causal language model which transformers has code for.
+            ValueError: if that is no causal language model which transformers has code for, or its fields do not fit together.
         """
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
@@ -48,7 +48,13 @@ class Candidate:
                 f"{file}: model_type={model_type!r} is not known to this version of transformers (code that comes with a model "
                 "is not run): give the configuration of a model that transformers has"
             )
-        config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        # Each kind of configuration checks its fields in its own way.
+        except Exception as error:
+            raise ValueError(
+                f"{file}: transformers makes no configuration of it ({_said(error)}): correct that field"
+            ) from error
         auto = next((auto for auto in _AUTO if type(config) in auto._model_mapping), None)
         if auto is None:
             raise ValueError(f"{file}: {model_type!r} is no causal language model, and packed rows are for those only")
@@ -56,9 +62,18 @@ class Candidate:
         return cls(file=file, config=config, auto=auto, weights=path if weighty else None)
 
     def empty(self) -> PreTrainedModel:
-        """The model without memory for its weights, good for inspection."""
-        with torch.device("meta"):
-            return self.auto.from_config(self.config)
+        """The model without memory for its weights, good for inspection.
+
+        Raises:
+            ValueError: if transformers cannot build it.
+        """
+        try:
+            with torch.device("meta"):
+                return self.auto.from_config(self.config)
+        except Exception as error:
+            raise ValueError(
+                f"{self.file}: transformers builds no model of it ({_said(error)}): correct the configuration"
+            ) from error
 
     def load(self, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, list[str]]:
         """The model, and names of the weights that were drawn at random because the folder lacks them.
@@ -66,7 +81,7 @@ class Candidate:
         Without any weights all are drawn (and none is named). Torch's global generator is left alone.
 
         Raises:
-            ValueError: if the memory of this machine cannot hold the weights.
+            ValueError: if the memory of this machine cannot hold the weights, or they are damaged or of another model.
         """
         needed = sum(parameter.numel() for parameter in self.empty().parameters()) * dtype.itemsize
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -80,10 +95,21 @@ class Candidate:
             torch.manual_seed(seed)
             if self.weights is None:
                 return self.auto.from_config(self.config, dtype=dtype), []
-            model, info = self.auto.from_pretrained(
-                str(self.weights), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
-            )
+            try:
+                model, info = self.auto.from_pretrained(
+                    str(self.weights), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+                )
+            # What is raised depends on the format of the files.
+            except Exception as error:
+                raise ValueError(
+                    f"{self.weights}: the weights do not load ({_said(error)}): save the model again, or give its config.json "
+                    "alone, which answers the question as well"
+                ) from error
             return model, sorted(info["missing_keys"])
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -182,15 +182,24 @@ def _alone(model: PreTrainedModel, row: PackedBatch) -> tuple[str, list[Tensor]]
 
 def _plain_logits(model: PreTrainedModel, tokens: Tensor, attention: str) -> Tensor:
     try:
-        return model(input_ids=tokens, use_cache=False).logits
+        output = model(input_ids=tokens, use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    # Whatever the code of a model raises.
+    except Exception as error:
         raise ValueError(
             f"{type(model).__name__} does not run a plain sample of {tokens.shape[1]} tokens in {_name(model.dtype)} on "
-            f"{model.device} under attention {attention!r}, so nothing can be said of packed rows ({error}): try another "
-            "dtype or device"
+            f"{model.device} under attention {attention!r}, so nothing can be said of packed rows ({type(error).__name__}: "
+            f"{error}): try another dtype or device, and see whether it runs at all"
         ) from error
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape:
+        shape = f" of shape {list(logits.shape)}" if isinstance(logits, Tensor) else ""
+        raise ValueError(
+            f"{type(model).__name__} gives {'logits' + shape if shape else 'no logits'} for {tokens.shape[1]} tokens, and the "
+            "check compares those of each token: give it a model with a head for each token, such as AutoModelForCausalLM"
+        )
+    return logits
 
 
 def _packed_logits(model: PreTrainedModel, row: PackedBatch) -> Tensor:

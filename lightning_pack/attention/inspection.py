@@ -32,6 +32,8 @@ _MIXERS = re.compile(
     r"(Mixer|SSM|DeltaNet|ShortConv|RecurrentBlock|RgLru|RGLRU|LightningAttention|LinearAttention|Indexer)$"
     r"|StateSpace|DeltaRule|Rwkv\w*Attention|[xX]LSTM\w*Layer"
 )
+#: Attributes in which Lightning keeps what a module was made with, copies included.
+_RECORDS = ("_hparams", "_hparams_initial")
 _UNPACKED = (
     "train this model unpacked, or choose one whose layers are causal softmax attention (Llama, Qwen, Mistral, Gemma, ...)"
 )
@@ -55,12 +57,12 @@ class Finding:
 
 
 def find_models(module: nn.Module) -> list[PreTrainedModel]:
-    """The outermost transformers models in a module, in order.
+    """The outermost transformers models in a module, each once, in order; those in its lists, tuples and dicts come last.
 
     Raises:
         ModelRefusedError: if there is none.
     """
-    found = list(_outermost(module))
+    found = list(_outermost(module, set()))
     if not found:
         raise ModelRefusedError(
             f"no transformers model was found in {type(module).__name__}; packed attention reaches models through "
@@ -71,12 +73,21 @@ def find_models(module: nn.Module) -> list[PreTrainedModel]:
     return found
 
 
-def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+def _outermost(module: nn.Module, seen: set[int]) -> Iterator[PreTrainedModel]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
     if isinstance(module, PreTrainedModel):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child)
+        yield from _outermost(child, seen)
+    # A teacher is kept out of the weights of its student in this way, and sees packed rows all the same.
+    for name, value in vars(module).items():
+        if name not in _RECORDS and isinstance(value, list | tuple | dict):
+            for kept in value.values() if isinstance(value, dict) else value:
+                if isinstance(kept, nn.Module):
+                    yield from _outermost(kept, seen)
 
 
 def inspect_model(model: PreTrainedModel, *, backend: Backend | None = None) -> list[Finding]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Modes, attributes and buffers of all submodules as before outside, and what tensors and containers in them hold.
+    """Modes, attributes and buffers of all submodules as before outside, and what tensors, containers and generators hold.
 
     Parameters are left to the caller. So are objects of other kinds in attributes: nobody knows what is in them. Tensors are
     kept in memory of the CPU, so that this takes none of the device.
@@ -50,6 +52,7 @@ class _Held:
     def __init__(self) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
 
     def add(self, value: Any) -> None:
         """Note what ``value`` holds, and what its elements hold."""
@@ -61,6 +64,8 @@ class _Held:
             self._containers[id(value)] = (value, elements)
             for element in elements:
                 self.add(element)
+        elif isinstance(value, torch.Generator | random.Random | np.random.Generator):
+            self._generators.setdefault(id(value), (value, _random_state(value)))
         elif type(value) is tuple:
             for element in value:
                 self.add(element)
@@ -79,6 +84,23 @@ class _Held:
         for tensor, content in self._tensors.values():
             if not torch.equal(tensor.detach().cpu(), content):
                 tensor.copy_(content)
+        for generator, state in self._generators.values():
+            _set_random_state(generator, state)
+
+
+def _random_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+
+
+def _set_random_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
 
 
 def _elements(container: Any) -> list[Any]:

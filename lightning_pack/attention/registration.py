@@ -29,6 +29,8 @@ ATTENTION = "packed_thd"
 STRICT_ATTENTION = "packed_thd_strict"
 #: Attribute of an attention layer: the backend that computes it (set by :class:`~.activation.ActivatedModel`).
 BACKEND_ATTRIBUTE = "_packed_attention_backend"
+#: Attribute of an attention layer that has read the boundaries of its first row.
+CHECKED_ATTRIBUTE = "_packed_attention_checked"
 #: Of layers without one.
 _SEGMENTS = SegmentsBackend()
 
@@ -110,6 +112,7 @@ def packed_attention(
         config = getattr(module, "config", None)
         if chooses_frequencies(config):
             refuse_shared_frequencies(config, inputs.lengths)
+        _check_first_row(module, inputs)
     backend: Backend = getattr(module, BACKEND_ATTRIBUTE, _SEGMENTS)
     output = backend(
         *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
@@ -122,6 +125,24 @@ def packed_attention(
         training=module.training,
     )
     return output.unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
+
+
+def _check_first_row(module: nn.Module, inputs: THDInputs) -> None:
+    """Read the boundaries of the first row of a layer, since kernels do not look at them.
+
+    What stands between a row and its layers may have made it longer or shorter, as prompt tuning does.
+    """
+    # A layer without a backend of its own computes segments, which always read them. Later rows are left alone, as reading
+    # waits for the device, and a compiler cannot read at all.
+    own = vars(module)
+    if BACKEND_ATTRIBUTE not in own or CHECKED_ATTRIBUTE in own or torch.compiler.is_compiling():
+        return
+    longest = max(inputs.lengths)
+    if inputs.max_seqlen < longest:
+        raise ValueError(
+            f"max_length_q={inputs.max_seqlen} is less than the longest source of {longest} tokens: pass PackedBatch.max_seqlen"
+        )
+    own[CHECKED_ATTRIBUTE] = True
 
 
 def _boundaries(kwargs: dict[str, Any], *, layer: str) -> Tensor | None:

@@ -63,12 +63,12 @@ class PackedAttention(Callback):
     Raises:
         MemoryProbeError: if such a row does not fit in memory, with what to lower.
         ModelRefusedError: before the first step, for a model in which sources would see each other or that asks for what the
-            backend does not compute, with the reason.
+            backend does not compute, with the reason; later, for one whose attention was set to something else.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
         CollatedBatchError: for a batch that cannot be packed as it is, naming the entry and the ways out.
         ValueError: for settings of the policy that are not used, for batches that are not packed, and for context parallelism,
-        since none of its attention kernels gathers
-            keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows for kernels of your own.
+            since none of its attention kernels gathers keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows
+            for kernels of your own.
     """
 
     def __init__(
@@ -90,13 +90,20 @@ class PackedAttention(Callback):
         self.probe_memory = probe_memory
         self._active: list[ActivatedModel] = []
         self._told: set[str] = set()
+        self._told_left_out = False
 
     # --- the run -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the callbacks that belong to packed training; refuse layouts without kernels."""
+        """Add the callbacks that belong to packed training; refuse layouts without kernels, and a second one of its kind."""
+        if sum(isinstance(callback, PackedAttention) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "the trainer has several PackedAttention callbacks, and each would set the attention of the same models: leave "
+                "one (the command line always brings one; set it with --attention.*)"
+            )
         refuse_other_namespace(trainer)
         self._packer.begin()
+        self._told_left_out = False
         parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
         for name in ("context", "eval_context"):
             size = getattr(parallel, name, None) or 1
@@ -158,7 +165,8 @@ class PackedAttention(Callback):
 
     def _restore(self) -> None:
         active, self._active = self._active, []
-        for model in active:
+        # Backwards: models may share a configuration, and only the first of them found it as it was.
+        for model in reversed(active):
             model.restore()
 
     # configure_model has run and the sanity check has not when each of these is called.
@@ -202,12 +210,16 @@ class PackedAttention(Callback):
         model = self._active[0].model if len(self._active) == 1 else None
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
-        require_packed(batch if row is None else row)
-        if stage == "predict" and row is not None and row.left_out:
-            gone = row.left_out[0]
+        packed = require_packed(batch if row is None else row)
+        for active in self._active:
+            active.require_active()
+        if stage == "predict" and packed.left_out and not self._told_left_out:
+            # In the other stages the monitor tells.
+            self._told_left_out = True
+            gone = packed.left_out[0]
             rank_zero_warn(
-                f"{len(row.left_out)} sources of {name} are left out of the prediction or cut, such as {gone.key!r} "
-                f"({gone.reason}, {gone.tokens} tokens)"
+                f"{len(packed.left_out)} sources of {name} are left out of the prediction or cut, such as {gone.key!r} "
+                f"({gone.reason}, {gone.tokens} tokens); of later batches packed_row(batch).left_out tells"
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

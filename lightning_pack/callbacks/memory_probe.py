@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -46,7 +46,8 @@ class MemoryProbe:
     makes at its first step.
 
     Hooks of batches and of the backward pass are not called, and nothing is reduced over ranks. Afterwards everything is as it
-    was: gradients, modes, attributes and buffers of the module, random state (torch, the device, numpy, Python), logged values.
+    was: gradients, modes, attributes and buffers of the module, random state (torch, the device, numpy, Python, generators in
+    attributes), logged values.
     What a step leaves elsewhere is not taken back: objects of other kinds in attributes, files, what is given to a logger
     directly.
 
@@ -148,7 +149,7 @@ class MemoryProbe:
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         module._current_fx_name = "training_step"
         weights = list(module.parameters())
-        versions = [weight._version for weight in weights]
+        before = _fingerprints(weights)
         with trainer.precision_plugin.train_step_context():
             # The module itself, not what a strategy puts around it: no gradient is sent to another rank.
             output = module.training_step(batch, 0)
@@ -158,7 +159,7 @@ class MemoryProbe:
                 parameter.grad = None
         if isinstance(loss, Tensor):
             module.backward(loss)
-        if [weight._version for weight in weights] != versions:
+        if _fingerprints(weights) != before:
             raise ValueError(
                 f"probe_memory=True: training_step of {type(module).__name__} changes weights in place, which cannot be taken "
                 f"back: start again with its weights as they were, and change them in on_train_batch_end, {_OFF}"
@@ -208,6 +209,14 @@ class MemoryProbe:
             + f". Lower {' or '.join(lower)}; or recompute activations (gradient_checkpointing of PackedCausalLM), train in "
             f"half precision, or take a smaller model. What was said: {said}"
         )
+
+
+@torch.no_grad()
+def _fingerprints(weights: Sequence[Tensor]) -> list[tuple[int, int, str]]:
+    """What changes if a weight is changed in place; through ``.data`` no version counts that, so values have a say."""
+    # As text, in which one NaN equals another.
+    sums = [str(weight.sum(dtype=torch.complex128 if weight.is_complex() else torch.float64).item()) for weight in weights]
+    return [(weight._version, weight.data_ptr(), total) for weight, total in zip(weights, sums, strict=True)]
 
 
 class _NoResults(_ResultCollection):

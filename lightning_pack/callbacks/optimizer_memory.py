@@ -40,8 +40,8 @@ def missing_state(optimizer: Optimizer) -> list[Tensor]:
     try:
         # The class's own: a learning-rate schedule has put a counting one in front of that of the object.
         type(optimizer).step(copy)
-    except (RuntimeError, NotImplementedError):
-        # One that reads numbers of its gradients, or that needs a closure.
+    except (RuntimeError, NotImplementedError, TypeError):
+        # One that reads numbers of its gradients, or that (a TypeError) needs a closure.
         return []
     return [
         torch.empty(value.shape, dtype=value.dtype, device=device[id(parameter)])

@@ -115,9 +115,15 @@ def unsupported(model: PreTrainedModel) -> Iterator[str]:
         yield f"attention sinks ({min(names)})"
 
 
-def head_sizes(model: PreTrainedModel) -> tuple[int, int] | None:
-    """Size of a head of queries and keys, and of values; None where the configuration does not tell."""
+def head_sizes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Size of a head of queries and keys, and of values, for each kind of layer; empty where that is not told."""
     text: Any = model.config.get_text_config()
+    # Where layers differ, such a field of the whole configuration is an error to read.
+    layers = text.per_layer_config if getattr(text, "per_layer_attributes", None) else [text]
+    return list(dict.fromkeys(sizes for layer in layers if (sizes := _head_sizes(layer)) is not None))
+
+
+def _head_sizes(text: Any) -> tuple[int, int] | None:
     rotated = getattr(text, "qk_rope_head_dim", None)
     if rotated is not None and hasattr(text, "qk_nope_head_dim"):
         return text.qk_nope_head_dim + rotated, getattr(text, "v_head_dim", text.qk_nope_head_dim)

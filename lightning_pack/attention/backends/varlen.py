@@ -41,8 +41,7 @@ class VarlenBackend:
     def refusals(self, model: PreTrainedModel) -> Iterator[str]:
         """Soft capping, dropout, sinks, and heads that FlashAttention does not take."""
         yield from unsupported(model)
-        sizes = head_sizes(model)
-        if sizes is not None:
+        for sizes in head_sizes(model):
             yield from _wrong_heads(*sizes)
 
     def __call__(
