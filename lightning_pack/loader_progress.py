@@ -92,6 +92,8 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         self._saved: Any = None
         self._went_on = False
         self._told = False
+        #: Whose hook is wrapped, and its own attribute of that name, if it had one.
+        self._watched: tuple[Any, Any] | None = None
 
     # --- finding the loader --------------------------------------------------------------------------------------------
 
@@ -125,19 +127,27 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
             self._take(loader)
             return loader
 
+        self._watched = owner, vars(owner).get(_HOOK)
         vars(owner)[_HOOK] = watching
-        self._unwatch = lambda: vars(owner).pop(_HOOK, None)
 
-    _unwatch: Callable[[], Any] = staticmethod(lambda: None)
+    def _unwatch(self) -> None:
+        if self._watched is None:
+            return
+        (owner, before), self._watched = self._watched, None
+        vars(owner).pop(_HOOK, None)
+        if before is not None:
+            vars(owner)[_HOOK] = before
 
     def _take(self, loader: Any) -> None:
         trainer = self._trainer
         assert trainer is not None
         if not isinstance(loader, PackLoader):
             self.loader.loader = None
-            if loader is not trainer.fit_loop._data_source.instance:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            if loader is not trainer.fit_loop._data_source.instance and self in callbacks:
                 # From a hook, so no one is on his way through the callbacks.
-                trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+                callbacks.remove(self)
+                self._unwatch()
             return
         before = self.loader.loader
         if self._running and before is not None and before is not loader:
@@ -269,6 +279,11 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         """The epoch is over."""
         if self.active:
             super().on_train_epoch_end(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """From now on another rank may not answer; Lightning calls no teardown."""
+        super().on_exception(trainer, pl_module, exception)
+        self._unwatch()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """End the reading. The position stays, so that a checkpoint can still be saved."""

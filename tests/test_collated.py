@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import BatchEncoding, DataCollatorWithFlattening
 
 from lightning_pack import BatchFields, CollatedBatchError, PackedBatch, PackingPolicy, packed_row, unpack
 from lightning_pack.collated import CollatedRow, pack_collated
+from lightning_pack.collated.extent import extents
+from lightning_pack.collated.fields import contents_of
 from lightning_pack.collated.packer import BatchPacker
 from lightning_pack.overlength import OverlengthError
 from lightning_pack.row import IGNORE, EncodedSource
@@ -67,6 +71,76 @@ def test_a_padded_batch_is_the_row_of_its_sources(side: Side, policy: PackingPol
     assert_equal_rows(row, by_hand(make_sources(LENGTHS), policy, keys=row_keys()))
     assert all(torch.equal(batch[name], before[name]) for name in before)
     assert [row.source_keys.index(f"batch, row {place}") for place in row.places] == list(range(len(LENGTHS)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=12),
+    multiple=st.sampled_from([1, 4]),
+    algorithm=st.sampled_from(["auto", "best_fit_decreasing", "concatenative"]),
+    width=st.sampled_from(["variable", "fixed"]),
+)
+def test_any_rectangle_is_the_row_of_its_sources(
+    rows: list[tuple[int, int]], multiple: int, algorithm: str, width: Any
+) -> None:
+    """Each row of a length, at a place of its own."""
+    policy = PackingPolicy(12, multiple=multiple, algorithm=algorithm, width=width)
+    sources = make_sources([length for length, _ in rows], prompt=0)
+    shape = len(rows), 14
+    batch = {"input_ids": torch.ones(shape, dtype=torch.int64), "attention_mask": torch.zeros(shape, dtype=torch.bool)}
+    batch["labels"] = torch.full(shape, IGNORE)
+    for number, (source, (length, start)) in enumerate(zip(sources, rows, strict=True)):
+        place = slice(start, start + length)
+        batch["input_ids"][number, place], batch["labels"][number, place] = source.input_ids, source.labels
+        batch["attention_mask"][number, place] = True
+    row = packed(batch, policy)
+    kept = [(f"batch, row {i}", source) for i, source in enumerate(sources) if len(source) > 1]
+    assert len(row.left_out) == len(rows) - len(kept)
+    if kept:
+        assert_equal_rows(row, by_hand([source for _, source in kept], policy, keys=[key for key, _ in kept]))
+    else:
+        assert row.source_keys == []
+
+
+def waits_of(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -> tuple[int, CollatedRow]:
+    """How often a row of tensors without content is asked what is in them, and the row; the answers come from the batch."""
+    waits: list[list[int]] = []
+    tolist = Tensor.tolist
+
+    def answered(tensor: Tensor) -> Any:
+        if tensor.device.type != "meta":
+            return tolist(tensor)
+        waits.append(list(tensor.shape))
+        with monkeypatch.context() as inner:
+            inner.setattr(Tensor, "tolist", lambda answer: found.append(tolist(answer)) or found[-1])
+            found: list[Any] = []
+            real = extents(contents_of(batch, roles=BatchFields()), name="batch")
+            assert len(found) == 1
+            assert len(real) == tensor.shape[1]
+        return found[0]
+
+    monkeypatch.setattr(Tensor, "tolist", answered)
+    there = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in batch.items()}
+    row = packed(there)
+    assert row.input_ids.device.type == row.shift_labels.device.type == row.cu_seqlens.device.type == "meta"
+    return len(waits), row
+
+
+def test_the_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on the device "meta" has no content: to read it anywhere but there would be an error."""
+    batch = pad(make_sources(LENGTHS), "left") | {"weights": torch.ones(len(LENGTHS), 14, 2)}
+    waits, row = waits_of(monkeypatch, batch)
+    assert waits == 1
+    assert row.input_ids.shape == (1, sum(LENGTHS))
+    assert row.extras["weights"].shape == (1, sum(LENGTHS), 2)
+
+
+def test_lengths_on_the_cpu_need_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = pad(make_sources(LENGTHS)) | {"lengths": list(LENGTHS)}
+    del batch["attention_mask"]
+    waits, row = waits_of(monkeypatch, batch)
+    assert waits == 0
+    assert row.input_ids.shape == (1, sum(LENGTHS))
 
 
 def test_lengths_tell_the_same_as_a_mask() -> None:
@@ -424,8 +498,8 @@ def test_unpack_gives_each_source_its_own_in_the_order_of_the_batch() -> None:
     row = packed(pad(sources) | {"id": list("abcde")}, PackingPolicy(16, multiple=4))
     assert row.places != sorted(row.places)
     outputs = row.input_ids.double()[..., None].expand(-1, -1, 3)
-    for given in (outputs, {"logits": outputs}):
-        found = unpack(given, row)
+    for form in (outputs, {"logits": outputs}):
+        found = unpack(form, row)
         assert [key for key, _ in found] == list("abcde")
         for source, output in zip(sources, found, strict=True):
             assert torch.equal(output.values, source.input_ids.double()[:, None].expand(-1, 3))

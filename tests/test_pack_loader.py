@@ -391,6 +391,35 @@ def test_a_loader_without_a_state_says_so_and_is_not_resumed(tmp_path: Path) -> 
     assert again.seen == first.seen[:2]
 
 
+class Odd(DataLoader[Any]):
+    """Its state holds what a checkpoint cannot."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {"at": Path("x")}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never asked")
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path) -> None:
+    packed = pack_loader(Odd(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY)
+    with pytest.warns(
+        UserWarning, match=r"wraps a Odd, of whose state_dict state.worker.at is a PosixPath, which a checkpoint"
+    ):
+        module = fit(tmp_path, packed, steps=3)
+    assert len(module.seen) == 3
+
+
+def test_a_module_of_another_loader_is_left_alone(tmp_path: Path) -> None:
+    rows = list(pack_loader(DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY))
+    module = Tiny(Batches(*(lambda row=row: row for row in rows)))
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_epochs=1)
+    trainer.fit(module)
+    assert len(module.seen) == len(rows)
+    assert not any(isinstance(callback, LoaderProgress) for callback in trainer.callbacks)
+    assert "train_dataloader" not in vars(module)
+
+
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     fit(tmp_path, pack_loader(stateful(), PackingPolicy(24), window=3), steps=2)
     with pytest.raises(ResumeError, match=r"(?s)packing.capacity: 24 in the checkpoint, 32 now.*packing.window: 3.*4 now"):

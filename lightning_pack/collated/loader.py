@@ -7,6 +7,7 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -39,7 +40,8 @@ def pack_loader(
 
     A row holds sources of several batches, and sources that found no good row wait over the next choices as the policy says
     (``carry_over``, ``age_limit``; ages are counted in batches). Each iteration is one pass of the loader in which every source
-    comes once, or is reported with its reason in a row's ``left_out``. There is no length, since nobody knows it before.
+    comes once, or is reported with its reason in a row's ``left_out``; a pass that ``limit_train_batches`` ends goes on in the
+    next epoch. There is no length, since nobody knows it before. Rows are pinned where the loader has ``pin_memory=True``.
 
     **Several ranks.** With ``even_ranks`` each rank gets as many rows in a pass as every other, which training needs; the
     sources of rows that a rank has more are reported as ``uneven_ranks``. Lightning puts a ``DistributedSampler`` only into
@@ -129,6 +131,8 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         #: Whether rows are kept until they are counted as trained. Without it each iteration is a pass of its own.
         self.tracked = False
         self._passes = 0
+        #: What in the state of the loader a checkpoint cannot hold.
+        self._unplain: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -152,7 +156,8 @@ class PackLoader(TrackedLoader[LoaderPosition]):
     @property
     def stateful(self) -> bool:
         """Whether the wrapped loader tells its state and can go back to one."""
-        return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        both = all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        return both and self._unplain is None
 
     def settings(self) -> dict[str, Any]:
         """What decides which rows the batches become, as plain values."""
@@ -189,16 +194,21 @@ class PackLoader(TrackedLoader[LoaderPosition]):
     @property
     def not_stateful(self) -> str:
         """Why there is no exact resume, and what to do."""
+        why = self._unplain or "which has no state_dict and load_state_dict"
         return (
-            f"pack_loader wraps a {type(self.loader).__name__}, which has no state_dict and load_state_dict, so a run cannot "
-            "go on where it stopped in the data: use torchdata.stateful_dataloader.StatefulDataLoader in its place, or "
+            f"pack_loader wraps a {type(self.loader).__name__}, {why}, so a run cannot go on where it stopped in the data: use "
+            "torchdata.stateful_dataloader.StatefulDataLoader with plain values in its place, or "
             "pack_loader(..., on_mismatch='restart') to start the data over where a run is resumed"
         )
 
     def _snapshot(self) -> Any:
         if not (self.tracked and self.stateful):
             return None
-        return plain_copy(self.loader.state_dict(), where="the state of the loader")  # type: ignore[attr-defined]
+        try:
+            return plain_copy(self.loader.state_dict(), where="state")  # type: ignore[attr-defined]
+        except TypeError as e:
+            self._unplain = f"of whose state_dict {e}"
+            return None
 
     def _settle(self, lengths: list[int]) -> str:
         if self._algorithm is None:
@@ -245,7 +255,9 @@ class PackLoader(TrackedLoader[LoaderPosition]):
             worker=rank,
             settle=self._settle,
         )
-        rows = ((PackedBatch.from_packs([pack], pad_id=self._pad_id), after) for pack, after in packs.packs())
+        pin = getattr(self.loader, "pin_memory", False) is True and torch.cuda.is_available()
+        made = ((PackedBatch.from_packs([pack], pad_id=self._pad_id), after) for pack, after in packs.packs())
+        rows = ((row.pin_memory() if pin else row, after) for row, after in made)
         held = next(rows, None)
         if not everyone(held is not None):
             if not self._even_ranks and not packs.news:
