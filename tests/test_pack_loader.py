@@ -292,11 +292,11 @@ def fit(folder: Path, packed: Any, *, steps: int, resume: Path | None = None, ho
 @pytest.mark.filterwarnings("ignore:.*is not in the list of callbacks")
 def test_a_run_goes_on_bitwise_from_every_step(tmp_path: Path, hook: bool) -> None:
     steps, window = 12, 2
-    packed = lambda: pack_loader(stateful(), PackingPolicy(24), window=3)  # noqa: E731
+    packed = lambda: pack_loader(stateful(workers=2 * hook), PackingPolicy(24), window=3)  # noqa: E731
     whole = fit(tmp_path / "whole", packed(), steps=steps, hook=hook, accumulate_grad_batches=window)
     assert len(whole.seen) > 20, "the run goes into a second pass"
     assert len(set(whole.seen)) == len(whole.seen)
-    for step in range(1, steps) if not hook else (1, 7, 10):
+    for step in range(1, steps) if not hook else (4, 9):
         checkpoint = tmp_path / "whole" / f"step={step}.ckpt"
         again = fit(tmp_path / "again", packed(), steps=steps, resume=checkpoint, hook=hook, accumulate_grad_batches=window)
         done = len(whole.seen) - len(again.seen)

@@ -233,6 +233,14 @@ def test_an_ordinary_datamodule_works() -> None:
     assert all(map(math.isfinite, module.losses))
 
 
+def test_a_policy_beside_a_datamodule_that_packs_is_refused() -> None:
+    class Packs(Data):
+        packing = POLICY
+
+    with pytest.raises(ValueError, match=r"Packs packs by its own rules .packing., so this policy is not used: leave it out"):
+        quiet_trainer(callbacks=[PackedAttention(policy=POLICY)], max_epochs=1).fit(HuggingFaceModule(), datamodule=Packs())
+
+
 def test_tuples_and_mixtures_are_refused_in_a_run() -> None:
     callbacks = [PackedAttention(policy=POLICY)]
     with pytest.raises(CollatedBatchError, match="a tuple does not name its entries"):

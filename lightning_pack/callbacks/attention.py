@@ -102,6 +102,12 @@ class PackedAttention(Callback):
                 "one (the command line always brings one; set it with --attention.*)"
             )
         refuse_other_namespace(trainer)
+        datamodule = getattr(trainer, "datamodule", None)
+        if self.policy is not None and isinstance(getattr(datamodule, "packing", None), PackingPolicy):
+            raise ValueError(
+                f"PackedAttention(policy=...) packs padded batches, and {type(datamodule).__name__} packs by its own rules "
+                "(packing), so this policy is not used: leave it out"
+            )
         self._packer.begin()
         self._told_left_out = False
         parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
