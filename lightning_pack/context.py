@@ -16,18 +16,25 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
-from lightning_pack.model_arguments import model_arguments
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
 
+#: Fields that are cut, along their last dimension.
+_CUT = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids", "segment_ids")
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ContextSlice:
-    """The part of a :class:`~lightning_pack.row.PackedBatch` that one context-parallel rank holds.
 
-    T is the width of the full row, ``t = T / context`` that of the slice. Every tensor is on the device of the batch.
+@dataclass(kw_only=True, eq=False, repr=False)
+class ContextSlice(PackedBatch):
+    """The part of a :class:`~lightning_pack.row.PackedBatch` that one context-parallel rank holds; a batch like any other.
+
+    T is the width of the full row, ``t = T / context`` that of the slice. ``input_ids``, ``labels``, ``shift_labels``,
+    ``loss_mask`` and ``segment_ids`` are ``[1, t]``, ``position_ids`` ``[1, t]`` or, with M-RoPE positions, ``[4, 1, t]``.
+    ``shift_labels`` were shifted in the full row; ``labels`` are only cut, and a model must not shift them, since the next
+    token is not at the next place. All else is that of the full row, boundaries and ``max_seqlen`` too. A slice may hold no
+    target.
     """
 
     #: Context-parallel rank, and how many there are.
@@ -35,73 +42,61 @@ class ContextSlice:
     context: int
     #: int64 ``[t]``: where its tokens are in the full row.
     indices: Tensor
-    #: int64 ``[1, t]``.
-    input_ids: Tensor
-    #: int64 ``[1, t]``: cut, not shifted; a model must not shift them, since the next token is not at the next place.
-    labels: Tensor
-    #: int64 ``[1, t]``: shifted in the full row, then cut.
-    shift_labels: Tensor
-    #: bool ``[1, t]``.
-    loss_mask: Tensor
-    #: int64 ``[1, t]``, or ``[4, 1, t]`` where the row has M-RoPE positions: those of the full row.
-    position_ids: Tensor
-    #: int32 ``[1, t]``.
-    segment_ids: Tensor
-    #: int32 ``[N+1]``, global: the very tensors of the full row.
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor
-    #: Longest physical source of the full row.
-    max_seqlen: int
+    #: Target tokens of the full row.
+    targets: int
+    #: Process group of the ranks that hold the parts of the row; None where there is none.
+    group: Any = None
 
     @classmethod
-    def of(cls, batch: PackedBatch, *, layout: ParallelLayout, rank: int) -> ContextSlice:
+    def of(cls, batch: PackedBatch, *, layout: ParallelLayout, rank: int, group: Any = None) -> ContextSlice:
         """Cut a row.
 
         Args:
             batch: the full row. One on an accelerator is waited for: cut before the transfer (:meth:`to`) where that matters.
             layout: whose ``context`` is the number of ranks.
             rank: context-parallel rank, ``0 <= rank < layout.context``.
+            group: process group of the ranks, for :meth:`token_mean`.
 
         Raises:
-            ValueError: for a row that cannot be cut for these ranks, and for a rank that does not exist.
+            ValueError: for a row that cannot be cut for these ranks or is cut already, and for a rank that does not exist.
         """
+        if isinstance(batch, ContextSlice):
+            raise ValueError(f"the row is cut already, this is the part of rank {batch.rank} of {batch.context}: cut rows once")
         if not 0 <= rank < layout.context:
             raise ValueError(f"context-parallel rank {rank} does not exist: there are {layout.context}")
-        indices = layout.context_slices(batch.cu_seqlens_padded, width=batch.input_ids.shape[-1])[rank]
-        names = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids", "segment_ids")
-        return cls(
-            rank=rank,
-            context=layout.context,
-            indices=indices,
-            **{name: getattr(batch, name).index_select(-1, indices.to(batch.input_ids.device)) for name in names},
-            cu_seqlens=batch.cu_seqlens,
-            cu_seqlens_padded=batch.cu_seqlens_padded,
-            max_seqlen=batch.max_seqlen,
-        )
+        indices = layout.context_slices(batch.cu_seqlens_padded, width=batch.width)[rank].to(batch.input_ids.device)
+        whole = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        cut = {name: whole[name].index_select(-1, indices) for name in _CUT}
+        targets = int(batch.loss_mask.sum())
+        return cls(**whole | cut, rank=rank, context=layout.context, indices=indices, targets=targets, group=group)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> ContextSlice:
-        """A copy with every tensor on ``device``, as :meth:`~lightning_pack.row.PackedBatch.to` gives one of a row."""
-        # Each tensor is moved once, so one object in two fields stays one object.
-        moved: dict[int, Tensor] = {}
-        values = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                if id(value) not in moved:
-                    waits_not = value.is_pinned() if non_blocking is None else non_blocking
-                    moved[id(value)] = value.to(device, non_blocking=waits_not)
-                value = moved[id(value)]
-            values[field.name] = value
-        return type(self)(**values)
+    @property
+    def width(self) -> int:
+        """T, in tokens: of the full row."""
+        return self.input_ids.shape[-1] * self.context
 
-    def padding_mask(self) -> Tensor:
-        """Bool ``[1, t]``, True on pads."""
-        return self.segment_ids == 0
+    def target_tokens(self) -> int:
+        """Targets of the full row."""
+        return self.targets
 
-    def model_inputs(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Keyword arguments of a model whose attention gathers keys over the ranks, boundaries global.
+    def token_mean(self, total: Tensor) -> Tensor:
+        """Mean loss over the target tokens of the full row, for a log. A collective of the ranks that hold its parts.
 
         Args:
-            model: as in :meth:`~lightning_pack.row.PackedBatch.model_inputs`.
+            total: sum of the losses of the targets in :attr:`shift_labels` of this part, without a gradient.
+
+        Raises:
+            ValueError: if the slice has no group.
         """
-        return model_arguments(self, model)
+        if self.group is None:
+            raise ValueError(
+                "the slice has no process group to add up losses over: let PackedAttention cut the row, or pass "
+                "ContextSlice.of(group=)"
+            )
+        # In float64, where it is to be had: parts of a sum in another order would differ in the last digits.
+        total = total.to(torch.float32 if total.device.type == "mps" else torch.float64, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total / max(self.targets, 1)
+
+    def __repr__(self) -> str:
+        return f"ContextSlice(rank {self.rank} of {self.context}, {self.input_ids.shape[-1]} tokens of {super().__repr__()})"

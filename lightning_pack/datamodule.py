@@ -180,7 +180,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
-        self._prepare(*self._data_parallel())
+        self._prepare(*self._data_parallel(self.parallel))
         if stage in (None, "fit"):
             self._set_up_training()
 
@@ -228,12 +228,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
             # First, so that a checkpoint callback sees the batch counted.
             trainer.callbacks.insert(0, self._stream.progress)  # type: ignore[attr-defined]
 
-    def _data_parallel(self) -> tuple[int, int]:
+    def _data_parallel(self, layout: ParallelLayout) -> tuple[int, int]:
         if self.trainer is not None:
-            return self.parallel.data_parallel(self.trainer.global_rank, world_size=self.trainer.world_size)
+            return layout.data_parallel(self.trainer.global_rank, world_size=self.trainer.world_size)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-            return self.parallel.data_parallel(rank, world_size=size)
+            return layout.data_parallel(rank, world_size=size)
         return 0, 1
 
     def train_dataloader(self) -> ExactLoader:
@@ -278,7 +278,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
                 raise ValueError(f"the dataset {path!r} has no split {split!r} to evaluate on")
             return []
-        workers = self._spread.workers()
+        rank, ranks = self._data_parallel(self.parallel.evaluation)
+        workers = replace(self._spread, rank=rank, ranks=ranks).workers()
         options = replace(self.options, path=path, policy=self.packing)
         if options.policy.algorithm == "auto":
             if self._stream is not None:

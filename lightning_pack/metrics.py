@@ -203,7 +203,7 @@ class PackingMetrics(Metric):
 
     def update(self, batch: PackedBatch) -> None:
         """Count one batch. Reads nothing back from the device."""
-        width = batch.input_ids.shape[-1]
+        width = batch.width
         sources = len(batch.source_keys)
         packs = self._packs(width, sources) if sources else 0
         # What the host knows goes to the device in one piece; what only the device knows is added there.
@@ -228,7 +228,7 @@ class PackingMetrics(Metric):
             add_lengths(self.counts[LENGTHS], real + alignment, edges=self._length_edges)
         self.counts.add_(torch.from_numpy(known).to(self.counts.device, non_blocking=True))
         self.counts[_REAL].add_(batch.cu_seqlens[-1])
-        self.counts[_TARGETS].add_(batch.loss_mask.sum())
+        self.counts[_TARGETS].add_(batch.target_tokens())
         self.counts[_ALIGNMENT].add_(alignment.sum())
 
     def stats(self, counts: Sequence[int]) -> PackingStats:

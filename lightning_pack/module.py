@@ -121,19 +121,24 @@ class PackedCausalLM(LightningModule):
         del inputs["labels"], inputs["shift_labels"]
         return self.model(**inputs).logits
 
-    def _loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Mean loss over the target tokens, float32 or wider, and their number."""
+    def _total(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of the target tokens, float32 or wider, and their number."""
         logits = self(batch)[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(logits, batch.shift_labels[0], ignore_index=IGNORE, reduction="sum")
-        count = batch.loss_mask.sum()
+        return total, batch.loss_mask.sum()
+
+    def _loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Mean loss over the target tokens, float32 or wider, and their number."""
+        total, count = self._total(batch)
         return total / count.clamp(min=1), count
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        """Mean loss over the target tokens of the row."""
-        loss, _ = self._loss(batch)
-        self.log("train_loss", loss.detach(), on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
-        return loss
+        """Mean loss over the target tokens of the row, or of what this rank holds of it; logged is that of the whole row."""
+        total, count = self._total(batch)
+        logged = batch.token_mean(total.detach())
+        self.log("train_loss", logged, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+        return total / count.clamp(min=1)
 
     def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count the row in ``val_loss``."""

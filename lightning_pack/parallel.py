@@ -4,13 +4,17 @@ Context parallelism cuts every source in ``2 * context`` equal chunks (the zigza
 chunk ``2 * context - 1 - r``, so that causal work is equal), and sequence parallelism cuts the row by the tensor-parallel
 size. Both ask that each source be padded to a *multiple*. Recipes with scaled low-precision blocks ask for a divisor of
 the whole row on top.
+
+Ranks are numbered with tensor parallelism varying fastest, then context parallelism, then data parallelism::
+
+    rank = (data-parallel rank * context + context-parallel rank) * tensor + tensor-parallel rank
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -28,7 +32,8 @@ class ParallelLayout:
         tensor: tensor-parallel size.
         context: context-parallel size in training.
         sequence: whether activations are also split over the tensor-parallel group (sequence parallelism).
-        eval_context: context-parallel size in evaluation, where it differs; rows then suit both.
+        eval_context: context-parallel size in evaluation, where it differs; rows then suit both, and evaluation data is dealt
+            out over the data-parallel ranks that are left then.
 
     Example:
         >>> ParallelLayout(tensor=2, context=4, sequence=True).multiple
@@ -81,17 +86,44 @@ class ParallelLayout:
         return self.tensor * self.context
 
     def data_parallel(self, rank: int, *, world_size: int) -> tuple[int, int]:
-        """Data-parallel rank and size of a global ``rank``, tensor and context ranks varying fastest.
+        """Data-parallel rank and size of a global ``rank``.
 
         Raises:
             ValueError: if ``world_size`` is not a multiple of :attr:`model_parallel_size`.
         """
+        self._check_world(world_size)
+        return rank // self.model_parallel_size, world_size // self.model_parallel_size
+
+    @property
+    def evaluation(self) -> ParallelLayout:
+        """The layout in evaluation, with ``eval_context`` as its context-parallel size."""
+        return self if self.eval_context is None else replace(self, context=self.eval_context, eval_context=None)
+
+    def context_rank(self, rank: int) -> int:
+        """Context-parallel rank of a global ``rank``."""
+        return rank // self.tensor % self.context
+
+    def context_groups(self, *, world_size: int) -> list[list[int]]:
+        """Global ranks that hold the parts of one row, in the order of their context-parallel ranks.
+
+        Raises:
+            ValueError: if ``world_size`` is not a multiple of :attr:`model_parallel_size`.
+
+        Example:
+            >>> ParallelLayout(tensor=2, context=2).context_groups(world_size=8)
+            [[0, 2], [1, 3], [4, 6], [5, 7]]
+        """
+        self._check_world(world_size)
+        models = range(0, world_size, self.model_parallel_size)
+        firsts = [first + tensor for first in models for tensor in range(self.tensor)]
+        return [[first + self.tensor * rank for rank in range(self.context)] for first in firsts]
+
+    def _check_world(self, world_size: int) -> None:
         if world_size % self.model_parallel_size:
             raise ValueError(
                 f"{world_size} processes cannot hold models of {self.model_parallel_size} devices "
                 f"(tensor={self.tensor}, context={self.context}): start a multiple of {self.model_parallel_size}"
             )
-        return rank // self.model_parallel_size, world_size // self.model_parallel_size
 
     def context_indices(self, padded_lengths: Sequence[int], *, rank: int) -> Tensor:
         """Positions of the full row that context-parallel ``rank`` holds.

@@ -211,6 +211,23 @@ class PackedBatch:
         batch.__restore_key__ = restore_key
         return batch
 
+    @property
+    def width(self) -> int:
+        """T, in tokens."""
+        return self.input_ids.shape[-1]
+
+    def target_tokens(self) -> Tensor | int:
+        """Targets of the row; an int64 scalar on its device, or a number where that is known."""
+        return self.loss_mask.sum()
+
+    def token_mean(self, total: Tensor) -> Tensor:
+        """Mean loss over the target tokens of the row, for a log; 0 where it has none.
+
+        Args:
+            total: sum of the losses of the targets in :attr:`shift_labels`, without a gradient.
+        """
+        return total / self.loss_mask.sum().clamp(min=1)
+
     def padding_mask(self) -> Tensor:
         """Bool ``[1, T]``, True on pads: alignment, gaps and the tail.
 
@@ -228,7 +245,7 @@ class PackedBatch:
         return model_arguments(self, model)
 
     def __repr__(self) -> str:
-        real, width = int(self.cu_seqlens[-1]), self.input_ids.shape[1]
+        real, width = int(self.cu_seqlens[-1]), self.width
         return (
             f"PackedBatch({len(self.source_keys)} sources, {real} real tokens in a row of {width}, "
             f"{len(self.left_out)} left out, on {self.input_ids.device})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import torch
 
 
 def on_ranks(function: str, argument: dict[str, Any], *, folder: Path, ranks: int = 2, timeout: float = 280) -> list[Any]:
-    """What ``function`` (``"module:name"``, JSON in and out) returns on each rank, given ``argument``."""
+    """What ``function`` (``"module:name"``, JSON in and out) returns on each rank, given ``argument``.
+
+    The ranks are forks of one process that has imported the module: imports cost more than most runs.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -27,30 +31,41 @@ def on_ranks(function: str, argument: dict[str, Any], *, folder: Path, ranks: in
         "OMP_NUM_THREADS": "1",
     }
     folder.mkdir(parents=True, exist_ok=True)
-    processes = []
-    for rank in range(ranks):
-        command = [sys.executable, "-m", "tests.ranks", function, json.dumps(argument), str(folder / f"rank{rank}.json")]
-        with open(folder / f"rank{rank}.log", "w") as log:
-            processes.append(
-                subprocess.Popen(
-                    command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=log, stderr=log
-                )
-            )
+    results = [folder / f"rank{rank}.json" for rank in range(ranks)]
+    command = [sys.executable, "-m", "tests.ranks", function, json.dumps(argument), *map(str, results)]
+    with open(folder / "ranks.log", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        codes = [process.wait(timeout=timeout) for process in processes]
+        code = process.wait(timeout=timeout)
     finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(ranks))
-    assert codes == [0] * ranks, f"exit codes {codes}\n{logs}"
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, f"exit code {code}\n{(folder / 'ranks.log').read_text()[-6000:]}"
+    return [json.loads(result.read_text()) for result in results]
+
+
+def _fork(ranks: int) -> int:
+    """In each of so many children its rank; the parent waits for them and ends."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return rank
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    os._exit(any(codes))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     module, _, name = sys.argv[1].partition(":")
-    result = getattr(importlib.import_module(module), name)(json.loads(sys.argv[2]))
-    Path(sys.argv[3]).write_text(json.dumps(result))
+    function = getattr(importlib.import_module(module), name)
+    paths = sys.argv[3:]
+    path = paths[_fork(len(paths))]
+    result = function(json.loads(sys.argv[2]))
+    Path(path).write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         # A process that ends with a live group may be aborted by it.
         torch.distributed.destroy_process_group()

@@ -412,7 +412,7 @@ def test_the_choice_knows_in_what_attention_is_computed(
     monkeypatch.setattr(choices, "_fastest", lambda model, **given: seen.append(given))
     trainer: Any = SimpleNamespace(precision=precision, strategy=SimpleNamespace(root_device=CUDA))
     PackedAttention()._choose(trainer, tiny_model("llama"))
-    assert seen == [{"device": CUDA, "dtype": dtype}]
+    assert seen == [{"device": CUDA, "dtype": dtype, "context": None}]
 
 
 def test_a_run_tells_its_backend_once(caplog: pytest.LogCaptureFixture) -> None:

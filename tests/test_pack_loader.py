@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -223,9 +224,8 @@ def test_restored_after_every_row_the_next_rows_are_the_same(workers: int) -> No
     for k in range(1, len(rows)) if workers == 0 else (1, half - 1, half, half + 5):
         again = tracked(workers=workers)
         # As a checkpoint that is loaded without classes.
-        torch.save(states[k], path := Path(os.environ.get("TMPDIR", "/tmp")) / f"pack-{os.getpid()}.pt")
-        again.restore(torch.load(path, weights_only=True))
-        path.unlink()
+        torch.save(states[k], file := io.BytesIO())
+        again.restore(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
         most = len(rows) - k if workers == 0 else min(len(rows) - k, 8)
         found = [row for row, _ in read(again, passes=2, most=most)]
         assert found == rows[k : k + most], k
@@ -280,9 +280,10 @@ class Tiny(LightningModule):
 def fit(folder: Path, packed: Any, *, steps: int, resume: Path | None = None, hook: bool = False, **options: Any) -> Tiny:
     torch.manual_seed(0)
     module = Tiny(packed if hook else None)
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    callbacks = [PackedAttention(monitor=False), saving]
-    trainer = quiet_trainer(callbacks=callbacks, max_steps=steps, enable_checkpointing=True, **options)
+    # A file costs more than a step.
+    saving = [] if resume else [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    callbacks = [PackedAttention(monitor=False), *saving]
+    trainer = quiet_trainer(callbacks=callbacks, max_steps=steps, enable_checkpointing=bool(saving), **options)
     trainer.fit(module, *([] if hook else [packed]), ckpt_path=resume, weights_only=True if resume else None)
     assert any(isinstance(callback, LoaderProgress) for callback in trainer.callbacks)
     return module
@@ -385,8 +386,7 @@ def test_a_loader_without_a_state_says_so_and_is_not_resumed(tmp_path: Path) -> 
         first = fit(tmp_path, plain(), steps=3)
     with pytest.raises(ResumeError, match=r"wraps a DataLoader, which has no state_dict.*StatefulDataLoader"):
         fit(tmp_path / "b", plain(), steps=5, resume=tmp_path / "step=3.ckpt")
-    told = pytest.warns(UserWarning, match=r"on_mismatch='restart': THE DATA STARTS OVER")
-    with pytest.warns(UserWarning, match=r"hold no position"), told:
+    with pytest.warns(UserWarning, match=r"on_mismatch='restart': THE DATA STARTS OVER"):
         again = fit(tmp_path / "c", plain(on_mismatch="restart"), steps=5, resume=tmp_path / "step=3.ckpt")
     assert again.seen == first.seen[:2]
 

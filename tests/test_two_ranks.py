@@ -76,4 +76,4 @@ def test_a_changed_number_of_ranks_is_refused(numbers: Path, tmp_path: Path) -> 
 
 def test_ranks_without_a_trainer_do_not_see_each_other(numbers: Path) -> None:
     data = datamodule(Options(data=str(numbers)))
-    assert data._data_parallel() == (0, 1)
+    assert data._data_parallel(data.parallel) == (0, 1)

@@ -11,6 +11,7 @@ from lightning_pack.attention.backends import (
     choose_backend,
 )
 from lightning_pack.attention.check import isolation_check
+from lightning_pack.attention.context_parallel import ContextGroup
 from lightning_pack.attention.inspection import Finding, ModelRefusedError, find_models, inspect_model, require_packable
 from lightning_pack.attention.isolation import leaking_sources
 from lightning_pack.attention.masks import MaskDescription, describe_mask
@@ -30,6 +31,7 @@ __all__ = [
     "BackendChoice",
     "BackendError",
     "BoundariesError",
+    "ContextGroup",
     "Finding",
     "IsolationVerdict",
     "MaskDescription",

@@ -23,6 +23,8 @@ class ActivatedModel:
     attention: str
     #: Each configuration that asks for a KV cache, and what it said.
     caches: tuple[tuple[Any, bool | None], ...]
+    #: What computes attention; None for segments one by one.
+    backend: Backend | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, attention: str = STRICT_ATTENTION, backend: Backend | None = None) -> ActivatedModel:
@@ -45,6 +47,7 @@ class ActivatedModel:
             caches=tuple(
                 (config, config.use_cache) for config in _distinct(model.config, text) if hasattr(config, "use_cache")
             ),
+            backend=backend,
         )
         set_attention(model, attention)
         if backend is not None:

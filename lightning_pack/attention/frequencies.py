@@ -15,17 +15,25 @@ def chooses_frequencies(config: Any) -> bool:
     return next(_limits(config), None) is not None
 
 
-def refuse_shared_frequencies(config: Any, lengths: Sequence[int]) -> None:
+def refuse_shared_frequencies(config: Any, lengths: Sequence[int], *, ranks: int = 1) -> None:
     """Refuse a row whose longest source would change the rotary frequencies of another.
 
     Args:
         config: of the layer; None is passed over.
         lengths: of the sources of the row, in tokens; 0 is no source.
+        ranks: that hold parts of the row; each sees the longest position of its own part only.
 
     Raises:
         ValueError: with the length up to which rows are right.
     """
     longest, shortest = max(lengths), min(filter(None, lengths), default=0)
+    for kind, limit in _limits(config) if ranks > 1 else ():
+        if longest > limit:
+            raise ValueError(
+                f"a source of {longest} tokens is spread over {ranks} context-parallel ranks, and beyond {limit} tokens this "
+                f"model's rotary frequencies ({kind}) follow the longest position of a rank, so ranks would not agree: set the "
+                f"capacity to {limit}, or context=1"
+            )
     if longest == shortest:
         return
     for kind, limit in _limits(config):

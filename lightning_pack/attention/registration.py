@@ -54,7 +54,8 @@ def packed_attention(
 
     Args:
         module: the attention layer.
-        query: ``[B, Hq, T, D]``, B = 1 where boundaries are given.
+        query: ``[B, Hq, T, D]``, B = 1 where boundaries are given. Under context parallelism these are tokens of this rank, and
+            boundaries those of the full row.
         key: ``[B, Hk, T, D]``.
         value: ``[B, Hk, T, Dv]``.
         attention_mask: what :func:`describe_mask` gave, or None where the model builds no mask.
@@ -70,6 +71,21 @@ def packed_attention(
     Raises:
         ValueError: for anything that would let sources see each other or that is not computed here.
     """
+    backend: Backend = getattr(module, BACKEND_ATTRIBUTE, _SEGMENTS)
+    ranks = 1 if backend.context is None else backend.context.size
+    if ranks > 1 and torch.compiler.is_dynamo_compiling():
+        # A compiler would order the collectives of attention as it likes.
+        return _uncompiled(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            require_boundaries=require_boundaries,
+            **kwargs,
+        )
     layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if attention_mask is not None and not isinstance(attention_mask, MaskDescription):
         raise ValueError(
@@ -93,7 +109,7 @@ def packed_attention(
     # The mask says what the layer really uses; the argument is all there is where the model builds no mask.
     window = kwargs.get("sliding_window") if attention_mask is None else attention_mask.window
     if boundaries is None:
-        if require_boundaries:
+        if require_boundaries or ranks > 1:
             raise ValueError(
                 f"no boundaries reached {layer}, so the sources of the row would see each other: call the model with all of "
                 "batch.model_inputs(); if you do, the model's code loses cu_seq_lens_q on the way and cannot be trained packed "
@@ -108,12 +124,11 @@ def packed_attention(
                 "(PackedBatch.from_packs concatenates packs into one)"
             )
         description = MaskDescription(window=None, packed=True) if attention_mask is None else attention_mask
-        inputs = description.inputs(boundaries, total=query.shape[2], max_seqlen=kwargs.get("max_length_q"))
+        inputs = description.inputs(boundaries, total=query.shape[2] * ranks, max_seqlen=kwargs.get("max_length_q"))
         config = getattr(module, "config", None)
         if chooses_frequencies(config):
-            refuse_shared_frequencies(config, inputs.lengths)
+            refuse_shared_frequencies(config, inputs.lengths, ranks=ranks)
         _check_first_row(module, inputs)
-    backend: Backend = getattr(module, BACKEND_ATTRIBUTE, _SEGMENTS)
     output = backend(
         *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
         inputs=inputs,
@@ -143,6 +158,9 @@ def _check_first_row(module: nn.Module, inputs: THDInputs) -> None:
             f"max_length_q={inputs.max_seqlen} is less than the longest source of {longest} tokens: pass PackedBatch.max_seqlen"
         )
     own[CHECKED_ATTRIBUTE] = True
+
+
+_uncompiled = torch.compiler.disable(packed_attention)
 
 
 def _boundaries(kwargs: dict[str, Any], *, layer: str) -> Tensor | None:

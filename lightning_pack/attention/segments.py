@@ -80,11 +80,13 @@ def segment_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     gaps: Collection[int] = (),
+    chunks: Sequence[int] = (0,),
+    of: int = 1,
 ) -> Tensor:
     """Attention inside each segment of one row.
 
     Args:
-        query: ``[1, Hq, T, D]``.
+        query: ``[1, Hq, T, D]``, or less where only some ``chunks`` of each segment have queries here.
         key: ``[1, Hk, T, D]``, Hq a multiple of Hk; query head h uses key head ``h // (Hq // Hk)``.
         value: ``[1, Hk, T, Dv]``.
         boundaries: int32 ``[N+1]``, physical offsets of the segments, from 0 to T.
@@ -96,9 +98,12 @@ def segment_attention(
         sinks: ``[Hq]``, one score a head that takes part in the softmax and attends to nothing.
         dropout: probability that a weight is dropped.
         gaps: numbers of segments that hold no tokens; their outputs are 0.
+        chunks: where a segment is cut in equal chunks, the numbers of those whose queries these are; segment by segment, and
+            in this order. Causal attention only.
+        of: number of chunks that a segment is cut in.
 
     Returns:
-        ``[1, Hq, T, Dv]``, dtype of ``query``.
+        ``[1, Hq, T, Dv]`` (as long as ``query``), dtype of ``query``.
 
     Raises:
         ValueError: for shapes, boundaries or options that do not fit together.
@@ -110,7 +115,9 @@ def segment_attention(
         >>> segment_attention(q, q, v, boundaries=cu).flatten().tolist()
         [1.0, 2.0, 7.0]
     """
-    _check_shapes(query, key, value, sinks)
+    _check_shapes(query, key, value, sinks, part=(len(chunks), of))
+    if of > 1 and (not causal or gaps):
+        raise ValueError(f"segments in {of} chunks (causal={causal}, {len(gaps)} gaps): only causal ones without gaps are cut")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} (causal={causal}): a window is at least 1 token and needs causal attention")
     if lengths is None:
@@ -125,20 +132,25 @@ def segment_attention(
     )
     # torch.split and not slices: the gradient of every slice would be a zero-filled tensor of the whole row.
     sizes = list(lengths)
-    parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-    outputs = [
-        value.new_zeros(1, query.shape[1], sizes[number], value.shape[3]) if number in gaps else _segment(*part, rule)
-        for number, part in enumerate(parts)
-        if sizes[number]
-    ]
+    for uneven in [size for size in sizes if size % of][:1]:
+        raise ValueError(f"a segment of {uneven} tokens cannot be cut in {of} equal chunks: pad sources to a multiple of {of}")
+    pieces = iter(query.split([size // of for size in sizes for _ in chunks], 2))
+    outputs = []
+    for number, (keys, values) in enumerate(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True)):
+        for chunk in chunks:
+            piece, stop = next(pieces), sizes[number] // of * (chunk + 1)
+            if number in gaps:
+                outputs.append(value.new_zeros(1, *piece.shape[1:3], value.shape[3]))
+            elif piece.shape[2]:
+                outputs.append(_segment(piece, _first(keys, stop), _first(values, stop), rule))
     return torch.cat(outputs, dim=2)
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *, part: tuple[int, int]) -> None:
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if any(t.dim() != 4 for t in (query, key, value)) or query.shape[0] != 1:
         raise ValueError(f"a packed row has shape [1, heads, T, D], got {shapes}: pack into one row per batch")
-    if key.shape[:3] != value.shape[:3] or query.shape[2] != key.shape[2] or query.shape[3] != key.shape[3]:
+    if key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3] or query.shape[2] * part[1] != key.shape[2] * part[0]:
         raise ValueError(f"query, key and value of one row differ in length, heads or head size: {shapes}")
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads cannot be shared out over {key.shape[1]} key heads: {shapes}")
@@ -146,14 +158,20 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
         raise ValueError(f"sinks have one score for each of {query.shape[1]} query heads, got shape {list(sinks.shape)}")
 
 
+def _first(tensor: Tensor, length: int) -> Tensor:
+    return tensor if tensor.shape[2] == length else tensor.narrow(2, 0, length)
+
+
 def _segment(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
-    length = query.shape[2]
+    """One segment, or the last queries of it."""
+    length, earlier = query.shape[2], key.shape[2] - query.shape[2]
     explicit = rule.softcap is not None or rule.sinks is not None
-    windowed = rule.window is not None and rule.window < length
-    if not windowed and not explicit:
+    windowed = rule.window is not None and rule.window < key.shape[2]
+    # What torch calls causal is aligned at the first query, so earlier keys need a mask.
+    if not windowed and not explicit and not earlier:
         return _sdpa(query, key, value, rule, causal=rule.causal, allowed=None)
     outputs = []
-    for queries, (first, start, stop) in zip(query.split(_block(rule, length), 2), _blocks(rule, length), strict=True):
+    for queries, (first, start, stop) in zip(query.split(_block(rule, length), 2), _blocks(rule, length, earlier), strict=True):
         keys, values = key.narrow(2, start, stop - start), value.narrow(2, start, stop - start)
         allowed = _allowed(rule, queries.shape[2], first=first, start=start, stop=stop, device=query.device)
         if explicit:
@@ -168,11 +186,11 @@ def _block(rule: _Rule, length: int) -> int:
     return min(length, _QUERY_BLOCK if rule.window is None else min(max(rule.window, 64), _QUERY_BLOCK))
 
 
-def _blocks(rule: _Rule, length: int) -> Iterator[tuple[int, int, int]]:
-    """First query of each block, and the range of keys that its queries can see."""
-    size = _block(rule, length)
-    for first in range(0, length, size):
-        stop = min(first + size, length) if rule.causal else length
+def _blocks(rule: _Rule, length: int, earlier: int) -> Iterator[tuple[int, int, int]]:
+    """First query of each block, and the range of keys that its queries can see; ``length`` queries are behind earlier keys."""
+    size, end = _block(rule, length), earlier + length
+    for first in range(earlier, end, size):
+        stop = min(first + size, end) if rule.causal else end
         yield first, 0 if rule.window is None else max(0, first - rule.window + 1), stop
 
 

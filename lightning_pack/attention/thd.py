@@ -82,7 +82,7 @@ class THDInputs:
         """
         if boundaries not in ("physical", "real"):
             raise ValueError(f"boundaries={boundaries!r}: choose 'physical' or 'real'")
-        total = batch.input_ids.shape[-1]
+        total = batch.width
         gaps = boundaries == "real" and batch.cu_seqlens is not batch.cu_seqlens_padded
         return cls(
             cu_seqlens=batch.cu_seqlens if gaps else batch.cu_seqlens_padded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,14 @@ from transformers import PreTrainedModel
 from lightning_pack.attention import ActivatedModel, BackendChoice, choose_backend, find_models, inspect_model
 from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.attention.inspection import ModelRefusedError
+from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
 from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.loader import PackLoader
 from lightning_pack.collated.packer import BatchPacker, Stage
+from lightning_pack.context import ContextSlice
+from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
 from lightning_pack.trainer_checks import refuse_other_namespace
@@ -46,6 +50,13 @@ class PackedAttention(Callback):
     :func:`~lightning_pack.collated.packed_row` gives the row of such a batch, :func:`~lightning_pack.collated.unpack` its
     results by source. A stage has batches that come packed, or batches that do not, but not both.
 
+    **Context parallelism.** Where the datamodule's ``parallel`` layout has a ``context`` above 1, every batch of a step is the
+    :class:`~lightning_pack.context.ContextSlice` of its rank: cut on the host before the transfer, with the boundaries of the
+    full row, and seen as such by all hooks and callbacks. Attention runs over the ranks that share the row; every forward and
+    backward pass is a collective of theirs. With gradients per target token they are those of the full row, under DDPStrategy
+    and ModelParallelStrategy. A rank whose slice holds no target has the mean loss of none: 0 in PackedCausalLM, NaN in a model
+    of transformers; its gradient is 0 and all of it is right, but log ``batch.token_mean(sum)`` instead.
+
     Args:
         policy: packs the sources of each padded batch; None takes batches that are packed or flattened already. ``"auto"`` is
             ``"minimum_bin_slack"`` here. Settings that only a stream of sources has (``buffer_size``, ``carry_over``, ...) are
@@ -66,9 +77,9 @@ class PackedAttention(Callback):
             backend does not compute, with the reason; later, for one whose attention was set to something else.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
         CollatedBatchError: for a batch that cannot be packed as it is, naming the entry and the ways out.
-        ValueError: for settings of the policy that are not used, for batches that are not packed, and for context parallelism,
-            since none of its attention kernels gathers keys over ranks: :class:`~lightning_pack.context.ContextSlice` cuts rows
-            for kernels of your own.
+        ValueError: for settings of the policy that are not used; for batches that are not packed; for a layout into which the
+            processes cannot be divided, or that the strategy does not know how to train; for ``probe_memory`` with a
+            context-parallel layout, and for batches of other loaders with one, since rows are cut before they go to the device.
     """
 
     def __init__(
@@ -89,13 +100,15 @@ class PackedAttention(Callback):
         self.token_normalization = token_normalization
         self.probe_memory = probe_memory
         self._active: list[ActivatedModel] = []
+        self._context: ContextParallel | None = None
+        self._cutter: RowCutter | None = None
         self._told: set[str] = set()
         self._told_left_out = False
 
     # --- the run -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the callbacks that belong to packed training; refuse layouts without kernels, and a second one of its kind."""
+        """Add the callbacks that belong to packed training, form the groups of a layout; refuse a second one of its kind."""
         if sum(isinstance(callback, PackedAttention) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
                 "the trainer has several PackedAttention callbacks, and each would set the attention of the same models: leave "
@@ -110,14 +123,7 @@ class PackedAttention(Callback):
             )
         self._packer.begin()
         self._told_left_out = False
-        parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
-        for name in ("context", "eval_context"):
-            size = getattr(parallel, name, None) or 1
-            if size > 1:
-                raise ValueError(
-                    f"{name}={size}: packed attention over context-parallel ranks needs kernels that PackedAttention does not "
-                    f"have; set {name}=1, or leave PackedAttention out and give slices (ContextSlice.of) to kernels of your own"
-                )
+        self._prepare_context(trainer)
         # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last. Before
         # it, this callback would be visited a second time.
         added = [self._progress(trainer, stage), self._normalization(trainer, stage), self._monitor(trainer)]
@@ -134,6 +140,19 @@ class PackedAttention(Callback):
 
         needed = stage == "fit" and not _has(trainer, TrainingProgress) and LoaderProgress.may_serve(trainer)
         return LoaderProgress() if needed else None
+
+    def _prepare_context(self, trainer: Trainer) -> None:
+        layout = getattr(getattr(trainer, "datamodule", None), "parallel", None)
+        if not isinstance(layout, ParallelLayout) or layout.context == layout.evaluation.context == 1:
+            self._context = None
+            return
+        if self.probe_memory:
+            raise ValueError(
+                f"probe_memory=True with context={layout.context}, eval_context={layout.evaluation.context}: a rank that runs "
+                "out of memory alone would leave the others waiting in attention: switch one of them off"
+            )
+        if self._context is None or not self._context.serves(layout):
+            self._context = ContextParallel(layout, trainer)
 
     def _monitor(self, trainer: Trainer) -> Callback | None:
         if not self.monitor:
@@ -163,13 +182,20 @@ class PackedAttention(Callback):
             if message not in self._told:
                 self._told.add(message)
                 rank_zero_info(message)
+        if self._context is not None:
+            self._cutter = RowCutter(trainer, pl_module, partial(self._context.cut, trainer=trainer))
 
     def _choose(self, trainer: Trainer, model: PreTrainedModel) -> BackendChoice:
         # What a precision plugin casts to; without one a model computes in the dtype of its weights.
         dtype = _COMPUTED_IN.get(str(trainer.precision).partition("-")[0], model.dtype)
-        return choose_backend(self.backend, model, device=trainer.strategy.root_device, dtype=dtype)
+        context = None if self._context is None else self._context.group(trainer)
+        device = trainer.strategy.root_device
+        return choose_backend(self.backend, model, device=device, dtype=dtype, context=context)
 
     def _restore(self) -> None:
+        if self._cutter is not None:
+            self._cutter.remove()
+            self._cutter = None
         active, self._active = self._active, []
         # Backwards: models may share a configuration, and only the first of them found it as it was.
         for model in reversed(active):
@@ -212,13 +238,12 @@ class PackedAttention(Callback):
 
     # --- the batches ---------------------------------------------------------------------------------------------------
 
-    def _begin_step(self, batch: Any, *, stage: Stage, name: str) -> None:
+    def _begin_step(self, trainer: Trainer, batch: Any, *, stage: Stage, name: str) -> None:
         model = self._active[0].model if len(self._active) == 1 else None
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
         packed = require_packed(batch if row is None else row)
-        for active in self._active:
-            active.require_active()
+        self._require_parts(trainer, packed, cut_late=packed is not batch)
         if stage == "predict" and packed.left_out and not self._told_left_out:
             # In the other stages the monitor tells.
             self._told_left_out = True
@@ -228,27 +253,48 @@ class PackedAttention(Callback):
                 f"({gone.reason}, {gone.tokens} tokens); of later batches packed_row(batch).left_out tells"
             )
 
+    def _require_parts(self, trainer: Trainer, packed: PackedBatch, *, cut_late: bool) -> None:
+        """Refuse a row that is cut for other ranks than those that share it, and a model that is no longer set to it."""
+        group = None if self._context is None else self._context.group(trainer)
+        expected = 1 if group is None else group.size
+        if cut_late and expected > 1:
+            raise ValueError(
+                f"{expected} context-parallel ranks share a row, and it is cut before it goes to the device, where this batch "
+                "was only packed: let the loader give packed rows, such as pack_loader(loader, policy, sharded=True)"
+            )
+        found = packed.context if isinstance(packed, ContextSlice) else 1
+        if found != expected:
+            raise ValueError(
+                f"the step got a row that is cut for {found} context-parallel ranks, and {expected} share a row: leave the "
+                "cutting to PackedAttention, after on_before_batch_transfer"
+            )
+        for model in self._active:
+            model.require_active()
+            if model.backend is not None:
+                # Evaluation in between may have had another group.
+                model.backend.context = group
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(batch, stage="train", name=f"batch {batch_idx}")
+        self._begin_step(trainer, batch, stage="train", name=f"batch {batch_idx}")
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(batch, stage="validation", name=_named(batch_idx, dataloader_idx))
+        self._begin_step(trainer, batch, stage="validation", name=_named(batch_idx, dataloader_idx))
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(batch, stage="test", name=_named(batch_idx, dataloader_idx))
+        self._begin_step(trainer, batch, stage="test", name=_named(batch_idx, dataloader_idx))
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(batch, stage="predict", name=_named(batch_idx, dataloader_idx))
+        self._begin_step(trainer, batch, stage="predict", name=_named(batch_idx, dataloader_idx))
 
 
 def _named(batch_idx: int, dataloader_idx: int) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pack.callbacks.interval import IntervalClock, log_values, logs_now
 from lightning_pack.callbacks.summary import Examples, add_examples, gather_examples, print_summary
-from lightning_pack.callbacks.tally import TrainingTally, sum_over_ranks
+from lightning_pack.callbacks.tally import TrainingTally, sharing_ranks, sum_over_ranks
 from lightning_pack.callbacks.throughput import ModelThroughput, flops_of_module
 from lightning_pack.callbacks.totals import Totals
 from lightning_pack.callbacks.work import Imbalance
@@ -227,7 +227,8 @@ class PackingMonitor(Callback):
         self._log_evaluation(pl_module, "test", "test")
 
     def _log_evaluation(self, pl_module: LightningModule, stage: str, prefix: str) -> None:
-        stats = self._results[stage] = self._evaluation.stats(sum_over_ranks(self._trainer, self._evaluation.counts))
+        counts = sum_over_ranks(self._trainer, self._evaluation.counts, evaluation=True)
+        stats = self._results[stage] = self._evaluation.stats(counts)
         log_values(pl_module, {f"{prefix}_{name}": value for name, value in stats.ratios().items()}, epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -243,7 +244,8 @@ class PackingMonitor(Callback):
     def _print(self, trainer: Trainer, stages: list[str], imbalance: Imbalance | None = None) -> None:
         if not self.summary:
             return
-        examples = gather_examples(self._examples, stages)
+        copies = {stage: sharing_ranks(trainer, evaluation=stage != "train") for stage in stages}
+        examples = gather_examples(self._examples, copies)
         if trainer.is_global_zero:
             print_summary({stage: self._results[stage] for stage in stages}, examples, imbalance=imbalance)
 

@@ -47,13 +47,18 @@ def add_examples(examples: Examples, left_out: Iterable[LeftOut]) -> None:
             keys.append(gone.key)
 
 
-def gather_examples(examples: Mapping[str, Examples], stages: Iterable[str]) -> dict[str, Examples]:
-    """The examples of all ranks by stage; a collective where there are several ranks."""
+def gather_examples(examples: Mapping[str, Examples], stages: Mapping[str, int]) -> dict[str, Examples]:
+    """The examples of all ranks by stage; a collective where there are several ranks.
+
+    Args:
+        examples: stage -> those of this rank.
+        stages: those that are asked for -> number of ranks, one after the other, that share their rows.
+    """
     ranks = [examples]
     if distributed.is_available() and distributed.is_initialized():
         ranks = [{} for _ in range(distributed.get_world_size())]
         distributed.all_gather_object(ranks, examples)
-    return {stage: _merged(rank.get(stage, {}) for rank in ranks) for stage in stages}
+    return {stage: _merged(rank.get(stage, {}) for rank in ranks[::copies]) for stage, copies in stages.items()}
 
 
 def _merged(ranks: Iterable[Mapping[str, list[str]]]) -> Examples:

@@ -18,15 +18,21 @@ from lightning_pack.row import PackedBatch
 STATE_VERSION = 2
 
 
-def sum_over_ranks(trainer: Trainer | None, counts: Tensor) -> list[int]:
-    """Global counts as numbers; a collective that waits for the device."""
+def sum_over_ranks(trainer: Trainer | None, counts: Tensor, *, evaluation: bool = False) -> list[int]:
+    """Global counts as numbers, of training or of an evaluation; a collective that waits for the device."""
     if trainer is None:
         return counts.tolist()
     counts = trainer.strategy.reduce(counts.clone(), reduce_op="sum")
-    parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
-    # All devices that share one copy of the model get, and count, the same batches.
-    copies = 1 if parallel is None or trainer.world_size == 1 else parallel.model_parallel_size
+    copies = sharing_ranks(trainer, evaluation=evaluation)
     return [number // copies for number in counts.tolist()]
+
+
+def sharing_ranks(trainer: Trainer, *, evaluation: bool) -> int:
+    """Ranks, one after the other, that hold one copy of the model: they get, and count, the same batches."""
+    parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
+    if parallel is None or trainer.world_size == 1:
+        return 1
+    return (parallel.evaluation if evaluation else parallel).model_parallel_size
 
 
 class TrainingTally:

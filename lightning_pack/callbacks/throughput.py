@@ -49,7 +49,7 @@ class ModelThroughput:
 
     def add(self, batch: PackedBatch) -> None:
         """Count a row that was trained on; waits for no device."""
-        self._counts[0] += batch.input_ids.shape[-1]
+        self._counts[0] += batch.width
         self._counts[1:] += self._flops.squared_lengths(batch.cu_seqlens.diff())
 
     def rates(self, seconds: float) -> dict[str, float]:

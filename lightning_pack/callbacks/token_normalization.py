@@ -1,7 +1,8 @@
 """TokenNormalizedGradients: every target token weighs the same, wherever it was packed.
 
 The formula is in :mod:`lightning_pack.target_window`; a window is one of accumulation. One that is cut short needs no other
-formula, since Lightning still divides by ``accumulate_grad_batches``.
+formula, since Lightning still divides by ``accumulate_grad_batches``. Under context parallelism a micro-batch is what a rank
+holds of its row, and the ranks are the context-parallel ones as well.
 """
 
 from __future__ import annotations

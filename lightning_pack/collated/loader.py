@@ -245,14 +245,12 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         """As many rows as every rank has, the last of them with what is left over."""
         everyone: Callable[[bool], bool] = self._agreement.everyone if self._even_ranks else bool
         batches, begun = self._open(position)
-        rank, _ = _ranks()
         packs = WindowedPacks(
             batches,
             sources=lambda batch, number: sources_of(batch, roles=self._fields, name=f"batch {number}"),
             snapshot=self._snapshot,
             policy=self.policy,
             position=begun,
-            worker=rank,
             settle=self._settle,
         )
         pin = getattr(self.loader, "pin_memory", False) is True and torch.cuda.is_available()

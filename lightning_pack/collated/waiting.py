@@ -81,7 +81,6 @@ class WindowedPacks:
         snapshot: the state of the wrapped loader at this moment.
         policy: with ``buffer_size`` and ages in batches.
         position: to begin at.
-        worker: number of the rank, for the order of packs.
         settle: chooses the algorithm by the lengths of the first window, where the policy has ``"auto"``.
     """
 
@@ -93,12 +92,11 @@ class WindowedPacks:
         snapshot: Callable[[], Any],
         policy: PackingPolicy,
         position: LoaderPosition,
-        worker: int,
         settle: Callable[[list[int]], str],
     ) -> None:
         self._batches: Iterator[Any] = iter(batches)
         self._sources, self._snapshot = sources, snapshot
-        self._policy, self._worker, self._settle = policy, worker, settle
+        self._policy, self._settle = policy, settle
         self._position = position
         #: Number and loader state before each batch that may be read again.
         self._before: deque[tuple[int, Any]] = deque()
@@ -126,7 +124,8 @@ class WindowedPacks:
                 self._policy = replace(self._policy, algorithm=self._settle([len(source) for source in sources]))
             place = {id(source): i for i, source in enumerate(sources)}
             ages = [self._next - 1 - waiting.batch for waiting in self._buffer]
-            groups = self._policy.select(sources, ages=ages, final=final, worker=self._worker, index=selected)
+            # The same order on all ranks: some of them may share their rows.
+            groups = self._policy.select(sources, ages=ages, final=final, index=selected)
             chosen = [[place[id(source)] for source in group] for group in groups]
             kept = set(range(len(sources))).difference(*chosen)
             for number in range(emitted, len(groups)):

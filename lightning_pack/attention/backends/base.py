@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_pack.attention.context_parallel import ContextGroup
 from lightning_pack.attention.thd import THDInputs
 
 #: The way out of every refusal of a kernel.
@@ -24,6 +25,8 @@ class Backend(Protocol):
 
     #: As in ``PackedAttention(backend=...)``.
     name: str
+    #: The ranks that share each row, set by ``PackedAttention``; None where a rank has whole rows.
+    context: ContextGroup | None
 
     def refusals(self, model: PreTrainedModel) -> Iterator[str]:
         """What ``model`` would ask for that is not computed, as far as its configuration tells."""
@@ -44,7 +47,9 @@ class Backend(Protocol):
         sinks: Tensor | None = None,
         training: bool = False,
     ) -> Tensor:
-        """Attention of one row.
+        """Attention of one row, or of the part that this rank of :attr:`context` holds; collective then.
+
+        Under context parallelism T in the shapes below is that of the part, while the boundaries are those of the full row.
 
         Args:
             query: ``[T, Hq, D]``.

@@ -14,6 +14,7 @@ from lightning_pack.attention.backends.base import USE_SEGMENTS, Backend, Backen
 from lightning_pack.attention.backends.segments import SegmentsBackend
 from lightning_pack.attention.backends.transformer_engine import TransformerEngineBackend, te_unusable
 from lightning_pack.attention.backends.varlen import VarlenBackend, varlen_unusable
+from lightning_pack.attention.context_parallel import ContextGroup
 
 BackendName = Literal["auto", "te", "varlen", "segments"]
 
@@ -40,7 +41,14 @@ def check_backend_name(name: str) -> None:
         raise BackendError(f"backend={name!r}: choose one of {', '.join(map(repr, get_args(BackendName)))}")
 
 
-def choose_backend(name: BackendName, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> BackendChoice:
+def choose_backend(
+    name: BackendName,
+    model: PreTrainedModel,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    context: ContextGroup | None = None,
+) -> BackendChoice:
     """The backend of this name, or the fastest that computes what ``model`` asks for.
 
     What a named backend does not compute is left to :func:`~lightning_pack.attention.inspection.inspect_model`.
@@ -50,18 +58,19 @@ def choose_backend(name: BackendName, model: PreTrainedModel, *, device: torch.d
         model: whose attention it is to be.
         device: where the model runs.
         dtype: in which its attention is computed.
+        context: the ranks that share each row; None where a rank has whole rows.
 
     Raises:
         BackendError: for an unknown name, or a named backend that is not usable here.
     """
     check_backend_name(name)
     if name == "segments":
-        return BackendChoice(SegmentsBackend())
+        return BackendChoice(_over(SegmentsBackend(), context))
     if name == "auto":
-        return _fastest(model, device=device, dtype=dtype)
+        return _fastest(model, device=device, dtype=dtype, context=context)
     unusable = (te_unusable if name == "te" else varlen_unusable)(device, dtype)
     # The missing package first: without it no other device would help.
-    backend = _KINDS[name]()
+    backend = _over(_KINDS[name](), context)
     if unusable is not None:
         raise BackendError(f"backend {name!r} {unusable}; use backend='segments' there, or 'auto'")
     return BackendChoice(backend)
@@ -70,7 +79,14 @@ def choose_backend(name: BackendName, model: PreTrainedModel, *, device: torch.d
 _KINDS: dict[str, Callable[[], Backend]] = {"te": TransformerEngineBackend, "varlen": VarlenBackend}
 
 
-def _fastest(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> BackendChoice:
+def _over(backend: Backend, context: ContextGroup | None) -> Backend:
+    backend.context = context
+    return backend
+
+
+def _fastest(
+    model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, context: ContextGroup | None
+) -> BackendChoice:
     against: list[str] = []
     for name, kind in _KINDS.items():
         unusable = te_unusable(device, dtype, automatic=True) if name == "te" else varlen_unusable(device, dtype)
@@ -78,7 +94,7 @@ def _fastest(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype
             against.append(f"{name!r} {unusable}")
             continue
         try:
-            backend = kind()
+            backend = _over(kind(), context)
         except BackendError as e:
             # With what to install, without the advice to take another backend.
             against.append(re.split(f"(;|, or) {re.escape(USE_SEGMENTS)}", str(e))[0])
@@ -87,7 +103,7 @@ def _fastest(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype
         if not refusals:
             return BackendChoice(backend, "; ".join(against) or "the first of 'te', 'varlen' and 'segments'")
         against.append(f"{name!r} does not compute {', '.join(refusals)}")
-    return BackendChoice(SegmentsBackend(), "; ".join(against))
+    return BackendChoice(_over(SegmentsBackend(), context), "; ".join(against))
 
 
 def backend_refusals(backend: Backend, model: PreTrainedModel) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_pack.attention.backends.base import in_autocast
 from lightning_pack.attention.backends.segment_operator import segment_operator
+from lightning_pack.attention.context_parallel import ContextGroup
 from lightning_pack.attention.segments import segment_attention
 from lightning_pack.attention.thd import THDInputs
 
@@ -24,6 +25,9 @@ class SegmentsBackend:
     """
 
     name = "segments"
+
+    def __init__(self) -> None:
+        self.context: ContextGroup | None = None
 
     def refusals(self, model: PreTrainedModel) -> Iterator[str]:
         """None: it computes all that packed attention lets pass."""
@@ -78,6 +82,12 @@ class SegmentsBackend:
             # A gap becomes a segment of its own, so that no real token is in it; then it is cut off.
             gaps = [room - real for room, real in zip(lengths, inputs.real_lengths, strict=True)]
             lengths = list(chain.from_iterable(zip(inputs.real_lengths, gaps, strict=True)))
+        chunks: dict[str, Any] = {}
+        if self.context is not None:
+            query, key, value = in_autocast(query, key, value)
+            places = self.context.places(inputs).gathered
+            key, value = (tensor.index_select(0, places) for tensor in self.context.gather(key, value))
+            chunks = {"chunks": self.context.chunks, "of": 2 * self.context.size}
         out = segment_attention(
             *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
             boundaries=inputs.cu_seqlens_padded,
@@ -89,6 +99,7 @@ class SegmentsBackend:
             sinks=sinks,
             dropout=dropout,
             gaps=range(1, len(lengths), 2) if inputs.pad_between_seqs else (),
+            **chunks,
         )
         return out[0].transpose(0, 1)
 

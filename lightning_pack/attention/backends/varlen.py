@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from lightning_pack.attention.backends.base import (
     refuse_options,
     unsupported,
 )
+from lightning_pack.attention.context_parallel import ContextGroup
 from lightning_pack.attention.thd import THDInputs
 
 #: What the kernel is given by keyword; earlier versions of torch had other arguments.
@@ -27,7 +29,7 @@ _LARGEST_HEAD = 256
 
 
 class VarlenBackend:
-    """One kernel call a layer; nothing waits for the device.
+    """One kernel call a layer, two under context parallelism; nothing waits for the device.
 
     Raises:
         BackendError: if this torch does not have the kernel.
@@ -37,6 +39,7 @@ class VarlenBackend:
 
     def __init__(self) -> None:
         self._kernel = _kernel()
+        self.context: ContextGroup | None = None
 
     def refusals(self, model: PreTrainedModel) -> Iterator[str]:
         """Soft capping, dropout, sinks, and heads that FlashAttention does not take."""
@@ -73,19 +76,44 @@ class VarlenBackend:
             raise BackendError(f"backend 'varlen' {unusable}; {USE_SEGMENTS}")
         for refusal in _wrong_heads(query.shape[-1], value.shape[-1]):
             raise BackendError(f"backend 'varlen' does not compute {refusal}; {USE_SEGMENTS}")
-        return self._kernel(
-            query,
-            key,
-            value,
-            inputs.cu_seqlens,
-            inputs.cu_seqlens,
-            inputs.max_seqlen,
-            inputs.max_seqlen,
-            scale=scale,
+        options: dict[str, Any] = {
+            "scale": scale,
             # Both ends count: a window of W tokens reaches W - 1 to the left.
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+            "window_size": (-1 if window is None else window - 1, 0),
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        if self.context is not None:
+            return self._over_ranks(query, key, value, inputs=inputs, context=self.context, options=options)
+        cu, longest = inputs.cu_seqlens, inputs.max_seqlen
+        return self._kernel(query, key, value, cu, cu, longest, longest, **options)
+
+    def _over_ranks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        inputs: THDInputs,
+        context: ContextGroup,
+        options: dict[str, Any],
+    ) -> Tensor:
+        # Of unequal numbers of queries and keys the kernel aligns the last ones, for windows as well.
+        places = context.places(inputs)
+        key, value = context.gather(key, value)
+        outputs = [
+            self._kernel(
+                query.index_select(0, chunk.queries),
+                key.index_select(0, chunk.keys),
+                value.index_select(0, chunk.keys),
+                chunk.cu_seqlens_q,
+                chunk.cu_seqlens_k,
+                chunk.max_seqlen_q,
+                chunk.max_seqlen_k,
+                **options,
+            )
+            for chunk in places.chunks
+        ]
+        return torch.cat(outputs).index_select(0, places.back)
 
 
 def varlen_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
