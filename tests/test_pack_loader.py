@@ -34,6 +34,7 @@ from tests.training import digest
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 POLICY = PackingPolicy(24, algorithm="best_fit_decreasing")
@@ -221,12 +222,12 @@ def test_restored_after_every_row_the_next_rows_are_the_same(workers: int) -> No
     assert any(sum(map(len, state["at"]["waiting"])) > 3 for state in states[1:])
     assert states[half]["at"]["epoch"] == 1
     # Each step in this process; with worker processes, which are slow to start, a few of them.
-    for k in range(1, len(rows)) if workers == 0 else (1, half - 1, half, half + 5):
+    for k in range(1, len(rows)) if workers == 0 else (3, half):
         again = tracked(workers=workers)
         # As a checkpoint that is loaded without classes.
         torch.save(states[k], file := io.BytesIO())
         again.restore(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-        most = len(rows) - k if workers == 0 else min(len(rows) - k, 8)
+        most = len(rows) - k if workers == 0 else min(len(rows) - k, half - 2)
         found = [row for row, _ in read(again, passes=2, most=most)]
         assert found == rows[k : k + most], k
 
