@@ -20,6 +20,7 @@ from lightning_pack import (
     PackedAttention,
     PackingMonitor,
     PackingPolicy,
+    ParallelLayout,
     TokenNormalizedGradients,
     packed_row,
     unpack,
@@ -108,7 +109,23 @@ def a_rank(argument: dict[str, Any]) -> dict[str, Any]:
     trainer = quiet_trainer(callbacks=[PackedAttention(policy=POLICY, monitor=False)], **options)
     trainer.fit(module, batches([rank, 2 + rank], side="left"))
     expected, _ = alone_steps(2, ranks=2)
-    return {"difference": farthest(module.model, expected), "losses": module.losses}
+    result = {"difference": farthest(module.model, expected), "losses": module.losses}
+
+    class Shared(LightningDataModule):
+        """Both ranks are to share a row, and the loader gives padded batches."""
+
+        parallel = ParallelLayout(context=2)
+
+        def train_dataloader(self) -> Batches:
+            return batches([0])
+
+    try:
+        quiet_trainer(callbacks=[PackedAttention(policy=POLICY, monitor=False)], **options).fit(
+            HuggingFaceModule(), datamodule=Shared()
+        )
+    except ValueError as e:
+        result["shared"] = str(e)
+    return result
 
 
 def test_two_ranks_with_accumulation_give_the_unpacked_step(tmp_path: Path) -> None:
@@ -116,6 +133,8 @@ def test_two_ranks_with_accumulation_give_the_unpacked_step(tmp_path: Path) -> N
     assert len({*results[0]["losses"], *results[1]["losses"]}) == 4
     for result in results:
         assert result["difference"] < 1e-10
+        assert "2 context-parallel ranks share a row" in result["shared"]
+        assert "pack_loader(loader, policy, sharded=True)" in result["shared"]
 
 
 def test_evaluation_is_packed_too_and_gives_the_same_loss() -> None:
