@@ -31,41 +31,47 @@ def on_ranks(function: str, argument: dict[str, Any], *, folder: Path, ranks: in
         "OMP_NUM_THREADS": "1",
     }
     folder.mkdir(parents=True, exist_ok=True)
-    results = [folder / f"rank{rank}.json" for rank in range(ranks)]
-    command = [sys.executable, "-m", "tests.ranks", function, json.dumps(argument), *map(str, results)]
-    with open(folder / "ranks.log", "w") as log:
+    command = [sys.executable, "-m", "tests.ranks", function, json.dumps(argument), str(folder), str(ranks)]
+    with open(folder / "imports.log", "w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        code = process.wait(timeout=timeout)
+        process.wait(timeout=timeout)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert code == 0, f"exit code {code}\n{(folder / 'ranks.log').read_text()[-6000:]}"
-    return [json.loads(result.read_text()) for result in results]
+    logs = "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("*.log")))
+    assert process.returncode == 0, f"the ranks did not start\n{logs}"
+    codes = json.loads((folder / "codes.json").read_text())
+    assert codes == [0] * ranks, f"exit codes {codes}\n{logs}"
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _fork(ranks: int) -> int:
-    """In each of so many children its rank; the parent waits for them and ends."""
+def _fork(ranks: int, folder: Path) -> int:
+    """In each of so many children its rank; the parent waits for them, writes down how they ended, and ends."""
     children = []
     for rank in range(ranks):
         child = os.fork()
         if not child:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(log, stream)
             return rank
         children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    os._exit(any(codes))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (folder / "codes.json").write_text(json.dumps(codes))
+    os._exit(0)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     module, _, name = sys.argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
-    paths = sys.argv[3:]
-    path = paths[_fork(len(paths))]
+    folder = Path(sys.argv[3])
+    rank = _fork(int(sys.argv[4]), folder)
     result = function(json.loads(sys.argv[2]))
-    Path(path).write_text(json.dumps(result))
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         # A process that ends with a live group may be aborted by it.
         torch.distributed.destroy_process_group()

@@ -26,7 +26,7 @@ class Ranks:
     ) -> None:
         self.runs = []
         for rank in range(ranks):
-            monkeypatch.setattr(EnergonPackDataModule, "_data_parallel", lambda _, rank=rank: (rank, ranks))
+            monkeypatch.setattr(EnergonPackDataModule, "_data_parallel", lambda *_, rank=rank: (rank, ranks))
             self.runs.append(Run(numbers, num_workers=workers, state=state, **options))
 
     def train(self, rows: int) -> list[PackedBatch]:
