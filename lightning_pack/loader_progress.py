@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -12,70 +11,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pack.collated.loader import PackLoader
+from lightning_pack.collated.slot import LoaderSlot
 from lightning_pack.progress import TrainingProgress
 from lightning_pack.restore import first_problem, gather, point_of
 from lightning_pack.resume import NEW_RUN, ResumeError, different_settings, plain_settings
-from lightning_pack.row import PackedBatch
 
 STATE_VERSION = 1
 _HOOK = "train_dataloader"
 _RESTART = "pack_loader(..., on_mismatch='restart') keeps weights and optimizer and starts the data over."
-
-
-class LoaderSlot:
-    """The training loader of a fit, which a hook may give only after a checkpoint was restored."""
-
-    def __init__(self) -> None:
-        self.loader: PackLoader | None = None
-        self._pending: Mapping[str, Any] | None = None
-        self._before: Callable[[], None] = lambda: None
-
-    @property
-    def before_fetch(self) -> Callable[[], None]:
-        """Called before a row is fetched."""
-        return self._before
-
-    @before_fetch.setter
-    def before_fetch(self, call: Callable[[], None]) -> None:
-        self._before = call
-        if self.loader is not None:
-            self.loader.before_fetch = call
-
-    def put(self, loader: PackLoader, *, state: Mapping[str, Any] | None) -> None:
-        """From now on this is the loader, at a state or at its beginning."""
-        self.loader = loader
-        loader.tracked, loader.before_fetch = True, self._before
-        loader.restore(state)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last pass is trained on to its end."""
-        return self.loader is not None and self.loader.finished
-
-    def trained(self) -> PackedBatch:
-        """Count the oldest fetched row as trained."""
-        assert self.loader is not None
-        return self.loader.trained()
-
-    def commit(self) -> None:
-        """An optimizer step is complete."""
-        if self.loader is not None:
-            self.loader.commit()
-
-    def state(self) -> Any:
-        """Where training stands."""
-        return self._pending if self.loader is None else self.loader.state()
-
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go to a state, now or when there is a loader."""
-        self._pending = state
-        if self.loader is not None:
-            self.loader.restore(state)
-
-    def stop(self) -> None:
-        """End the reading."""
-        if self.loader is not None:
-            self.loader.stop()
 
 
 class LoaderProgress(TrainingProgress[LoaderSlot]):

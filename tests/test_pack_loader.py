@@ -253,6 +253,25 @@ def test_a_changed_loader_is_noticed() -> None:
         next(iter(other))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": "x"}, "algorithm of a loader's state is 'x', not one of exact_fill, minimum_bin_slack"),
+        ({"at": {"epoch": 1}}, "a position in a loader should hold begun, digest"),
+        ({"at": None}, "a position in a loader should hold"),
+        ({"more": 1}, "a loader's state should hold at, algorithm"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(change: dict[str, Any], message: str) -> None:
+    packed = tracked()
+    next(iter(packed))
+    with pytest.raises(ValueError, match=message):
+        packed.restore(packed.state() | change)
+    for name, value in {"first": -1, "waiting": [[-1]], "digest": 3, "begun": 1}.items():
+        with pytest.raises(ValueError, match="of a position in a loader"):
+            packed.restore(packed.state() | {"at": packed.state()["at"] | {name: value}})
+
+
 # --- runs --------------------------------------------------------------------------------------------------------------
 
 
