@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,17 @@ def test_settings_that_are_not_used_are_refused() -> None:
     assert row.source_keys == ["batch 0, row 0", "batch 0, row 1"]
 
 
+def test_workers_that_persist_serve_the_next_pass_too() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    packed = pack_loader(DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate, **options), POLICY)
+    first = [digest(row) for row in packed]
+    rows = iter(packed)
+    next(rows)
+    # Left in the middle of a pass.
+    del rows
+    assert [digest(row) for row in packed] == first == [digest(row) for row in packed]
+
+
 # --- positions ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +242,9 @@ def test_restored_after_every_row_the_next_rows_are_the_same(workers: int) -> No
         most = len(rows) - k if workers == 0 else min(len(rows) - k, half - 2)
         found = [row for row, _ in read(again, passes=2, most=most)]
         assert found == rows[k : k + most], k
+        begun = time.monotonic()
+        again.stop()
+        assert time.monotonic() - begun < 4, "the workers end at once"
 
 
 def test_no_token_is_in_a_state_and_lightning_saves_none_itself() -> None:

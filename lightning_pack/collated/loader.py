@@ -172,6 +172,19 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         """As many rows as every rank has, the last of them with what is left over."""
         everyone: Callable[[bool], bool] = self._agreement.everyone if self._even_ranks else bool
         batches, begun = self._open(position)
+        finished = False
+        try:
+            yield from self._rows_of(batches, begun, everyone=everyone)
+            finished = True
+        finally:
+            if not finished and callable(end := getattr(batches, "_shutdown_workers", None)):
+                # Workers that only the garbage collector finds are waited for in vain, 5 s each.
+                end()
+                self.loader._iterator = None  # type: ignore[attr-defined]
+
+    def _rows_of(
+        self, batches: Iterator[Any], begun: LoaderPosition, *, everyone: Callable[[bool], bool]
+    ) -> Iterator[Fetched[LoaderPosition]]:
         packs = WindowedPacks(
             batches,
             sources=lambda batch, number: sources_of(batch, roles=self._fields, name=f"batch {number}"),
@@ -205,7 +218,7 @@ class PackLoader(TrackedLoader[LoaderPosition]):
             row.left_out += [LeftOut(key, "uneven_ranks", n) for key, n in zip(more.source_keys, lengths, strict=False)]
             following = next(rows, None)
         row.left_out += packs.news
-        yield Fetched(row, LoaderPosition(epoch=position.epoch + 1, loader=self._snapshot()), ends_pass=True)
+        yield Fetched(row, LoaderPosition(epoch=begun.epoch + 1, loader=self._snapshot()), ends_pass=True)
 
     def _refuse_same_data(self) -> None:
         _, ranks = _ranks()
