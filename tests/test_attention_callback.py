@@ -17,7 +17,16 @@ from lightning_pack.callbacks.monitor import PackingMonitor
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import Pack, PackedBatch
-from tests.tiny_models import Rows, alone_gradients, make_sources, pack_row, quiet_trainer, tiny_config, tiny_model
+from tests.tiny_models import (
+    Rows,
+    alone_gradients,
+    forward_inputs,
+    make_sources,
+    pack_row,
+    quiet_trainer,
+    tiny_config,
+    tiny_model,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -315,3 +324,36 @@ def test_a_checkpoint_is_continued_packed(tmp_path: Any) -> None:
     assert second.global_step == 4
     for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+class Late(Plain):
+    """Puts a model in place when the callbacks have looked."""
+
+    def on_train_start(self) -> None:
+        self.model = tiny_model("llama", seed=3)
+
+
+def test_a_model_that_comes_late_is_refused() -> None:
+    with pytest.raises(ModelRefusedError, match=r"LlamaForCausalLM was put into Late after the run had begun.*configure_model"):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(Late(), rows())
+
+
+def test_a_router_loss_would_count_pads() -> None:
+    model = tiny_model("qwen3_moe", output_router_logits=True)
+    losses = [model(**forward_inputs(pack_row(make_sources(), multiple=multiple))).aux_loss for multiple in (1, 16)]
+    assert float((losses[0] - losses[1]).detach().abs()) > 1e-3
+    with pytest.raises(ModelRefusedError, match=r"output_router_logits=True: .*counts the pads.*batch.padding_mask\(\)"):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(Plain(model), rows())
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_a_source_longer_than_the_learned_positions_is_named(model_type: str) -> None:
+    module = Plain(tiny_model(model_type, max_position_embeddings=16))
+    quiet_trainer(callbacks=[alone()], max_epochs=1).fit(module, Rows(pack_row(make_sources((16,)), multiple=32)))
+    assert len(module.losses) == 1, "a physical source may be longer"
+    with pytest.raises(
+        ValueError, match=r"source s0.1 has 17 tokens, and \w+ has learned 16 positions: set capacity=16 or less"
+    ):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(module, Rows(pack_row(make_sources((3, 17)))))
+    with pytest.raises(ValueError, match=r"61 pads follow source s0.0, .*width='variable'"):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(module, Rows(pack_row(make_sources((3,)), multiple=64)))

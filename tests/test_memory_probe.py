@@ -323,6 +323,13 @@ def test_what_cannot_be_probed_without_a_trace_is_refused(numbers: Path) -> None
     for unseen in (False, True):
         with pytest.raises(ValueError, match=r"Changing changes weights in place.*on_train_batch_end"):
             fit(numbers, probe=True, steps=1, module=Changing(unseen=unseen))
+    learned = PackedCausalLM(
+        {"model_type": "gpt2", "vocab_size": 600, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    )
+    with pytest.raises(
+        ValueError, match=r"capacity=\d+ tokens, and GPT2LMHeadModel has learned 16 positions.*probe_memory=False"
+    ):
+        fit(numbers, probe=True, steps=1, module=learned)
     exchanged = r"a step exchanges sharded weights and gradients.*a single device or DDPStrategy.*probe_memory=False"
     with pytest.raises(ValueError, match=f"under ModelParallelStrategy {exchanged}"):
         MemoryProbe(quiet_trainer(strategy=ModelParallelStrategy()), Drawing())

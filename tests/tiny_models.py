@@ -40,6 +40,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "cohere2": _MIXED,
     "phi3": {"pad_token_id": 0},
+    # Learned positions; the general names of sizes are theirs as well.
+    "gpt2": {},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64, "do_layer_norm_before": True},
 }
 
 

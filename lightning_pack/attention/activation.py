@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lightning_pack.attention.backends import Backend
 from lightning_pack.attention.inspection import ModelRefusedError, require_packable
+from lightning_pack.attention.positions import learned_positions
 from lightning_pack.attention.registration import BACKEND_ATTRIBUTE, CHECKED_ATTRIBUTE, STRICT_ATTENTION, register
 
 
@@ -25,6 +26,8 @@ class ActivatedModel:
     caches: tuple[tuple[Any, bool | None], ...]
     #: What computes attention; None for segments one by one.
     backend: Backend | None = None
+    #: Tokens of the longest source that it has learned positions for; None where positions are computed.
+    positions: int | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, attention: str = STRICT_ATTENTION, backend: Backend | None = None) -> ActivatedModel:
@@ -48,6 +51,7 @@ class ActivatedModel:
                 (config, config.use_cache) for config in _distinct(model.config, text) if hasattr(config, "use_cache")
             ),
             backend=backend,
+            positions=learned_positions(model),
         )
         set_attention(model, attention)
         if backend is not None:

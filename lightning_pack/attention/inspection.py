@@ -118,7 +118,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose cross-attention knows no sources", _UNPACKED
-    lost = losing_calls(_decoder(model))
+    lost = losing_calls(decoder_of(model))
     if not uses_attention_interface(model):
         yield "its code does not use transformers' attention interface, so boundaries would be ignored", _UNPACKED
     elif lost:
@@ -144,12 +144,17 @@ def _reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
                 f"{field}={getattr(text, field)!r}: its attention is bidirectional, so real tokens would see pads",
                 f"set {field}={field == 'is_causal'} if a causal model is meant, else train it unpacked",
             )
+    if getattr(text, "output_router_logits", False):
+        yield (
+            "output_router_logits=True: its balancing loss counts the pads of a row as tokens",
+            "set it to False; a loss of your own can leave out batch.padding_mask()",
+        )
     yield from _module_reasons(model)
 
 
 def _module_reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     mixers, bidirectional, masking, counting = set(), set(), set(), set()
-    for module in _decoder(model).modules():
+    for module in decoder_of(model).modules():
         kind = type(module).__name__
         if isinstance(module, nn.Conv1d | nn.RNNBase) or _MIXERS.search(kind):
             mixers.add(kind)
@@ -173,7 +178,7 @@ def _module_reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         yield f"its positions do not start at 0 but behind the pad id, in {', '.join(sorted(counting))}", _UNPACKED
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The part of ``model`` that text goes through; vision and audio parts tell their sources apart by themselves."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return decoder if isinstance(decoder, nn.Module) else model

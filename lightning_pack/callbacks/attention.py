@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lightning_pack.attention import ActivatedModel, BackendChoice, choose_backend, find_models, inspect_model
 from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.attention.inspection import ModelRefusedError
+from lightning_pack.attention.positions import require_positions
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.token_normalization import TokenNormalizedGradients
@@ -238,12 +239,12 @@ class PackedAttention(Callback):
 
     # --- the batches ---------------------------------------------------------------------------------------------------
 
-    def _begin_step(self, trainer: Trainer, batch: Any, *, stage: Stage, name: str) -> None:
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stage: Stage, name: str) -> None:
         model = self._active[0].model if len(self._active) == 1 else None
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
         packed = require_packed(batch if row is None else row)
-        self._require_parts(trainer, packed, cut_late=packed is not batch)
+        self._require_parts(trainer, pl_module, packed, cut_late=packed is not batch)
         if stage == "predict" and packed.left_out and not self._told_left_out:
             # In the other stages the monitor tells.
             self._told_left_out = True
@@ -253,7 +254,7 @@ class PackedAttention(Callback):
                 f"({gone.reason}, {gone.tokens} tokens); of later batches packed_row(batch).left_out tells"
             )
 
-    def _require_parts(self, trainer: Trainer, packed: PackedBatch, *, cut_late: bool) -> None:
+    def _require_parts(self, trainer: Trainer, pl_module: LightningModule, packed: PackedBatch, *, cut_late: bool) -> None:
         """Refuse a row that is cut for other ranks than those that share it, and a model that is no longer set to it."""
         group = None if self._context is None else self._context.group(trainer)
         expected = 1 if group is None else group.size
@@ -268,33 +269,41 @@ class PackedAttention(Callback):
                 f"the step got a row that is cut for {found} context-parallel ranks, and {expected} share a row: leave the "
                 "cutting to PackedAttention, after on_before_batch_transfer"
             )
+        for found_now in find_models(pl_module):
+            if all(found_now is not model.model for model in self._active):
+                raise ModelRefusedError(
+                    f"{type(found_now).__name__} was put into {type(pl_module).__name__} after the run had begun, so nothing "
+                    "keeps the sources of a packed row apart in it: assign models in __init__ or configure_model"
+                )
         for model in self._active:
             model.require_active()
+            if model.positions is not None:
+                require_positions(packed, most=model.positions, model=type(model.model).__name__)
             if model.backend is not None:
                 # Evaluation in between may have had another group.
                 model.backend.context = group
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(trainer, batch, stage="train", name=f"batch {batch_idx}")
+        self._begin_step(trainer, pl_module, batch, stage="train", name=f"batch {batch_idx}")
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(trainer, batch, stage="validation", name=_named(batch_idx, dataloader_idx))
+        self._begin_step(trainer, pl_module, batch, stage="validation", name=_named(batch_idx, dataloader_idx))
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(trainer, batch, stage="test", name=_named(batch_idx, dataloader_idx))
+        self._begin_step(trainer, pl_module, batch, stage="test", name=_named(batch_idx, dataloader_idx))
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pack the batch, unless it is; refuse what cannot be packed."""
-        self._begin_step(trainer, batch, stage="predict", name=_named(batch_idx, dataloader_idx))
+        self._begin_step(trainer, pl_module, batch, stage="predict", name=_named(batch_idx, dataloader_idx))
 
 
 def _named(batch_idx: int, dataloader_idx: int) -> str:

@@ -24,6 +24,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_pack.attention import find_models
+from lightning_pack.attention.positions import learned_positions
 from lightning_pack.attention.preservation import unchanged
 from lightning_pack.callbacks.heaviest_rows import heaviest_rows, ordinary_token_ids
 from lightning_pack.callbacks.optimizer_memory import missing_state
@@ -98,6 +100,13 @@ class MemoryProbe:
             )
         self.policy: PackingPolicy = policy
         self.packs_per_batch: int = getattr(datamodule, "packs_per_batch", 1)
+        for model in find_models(pl_module):
+            most = learned_positions(model)
+            if most is not None and policy.capacity > most:
+                raise ValueError(
+                    f"probe_memory=True: the heaviest row has one source of capacity={policy.capacity} tokens, and "
+                    f"{type(model).__name__} has learned {most} positions: set capacity={most} or less, {_OFF}"
+                )
 
     def run(self) -> None:
         """Run every row; collective, so that all ranks fail together.
