@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from lightning_pack.attention import isolation_check
     from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
+    from lightning_pack.collated import BatchFields, CollatedBatchError, SourceOutput, pack_loader, packed_row, unpack
     from lightning_pack.context import ContextSlice
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
 _HOMES = {
+    "BatchFields": "collated",
+    "CollatedBatchError": "collated",
     "ContextSlice": "context",
     "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
@@ -39,6 +42,7 @@ _HOMES = {
     "ParallelLayout": "parallel",
     "ResumeError": "resume",
     "SaveRefusedError": "rewind",
+    "SourceOutput": "collated",
     "StateError": "energon.fields",
     "StorageError": "energon.outage",
     "StorageRetry": "energon.outage",
@@ -48,12 +52,17 @@ _HOMES = {
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
+    "pack_loader": "collated",
+    "packed_row": "collated",
     "plan": "planner",
     "prepack": "offline",
     "register_packer": "binning",
+    "unpack": "collated",
 }
 
 __all__ = [
+    "BatchFields",
+    "CollatedBatchError",
     "ContextSlice",
     "DamagedDataError",
     "EnergonPackDataModule",
@@ -67,6 +76,7 @@ __all__ = [
     "ParallelLayout",
     "ResumeError",
     "SaveRefusedError",
+    "SourceOutput",
     "StateError",
     "StorageError",
     "StorageRetry",
@@ -76,9 +86,12 @@ __all__ = [
     "WorkerFailedError",
     "isolation_check",
     "lower_bound",
+    "pack_loader",
+    "packed_row",
     "plan",
     "prepack",
     "register_packer",
+    "unpack",
 ]
 
 

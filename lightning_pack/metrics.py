@@ -205,14 +205,18 @@ class PackingMetrics(Metric):
         """Count one batch. Reads nothing back from the device."""
         width = batch.width
         sources = len(batch.source_keys)
-        packs = self._packs(width, sources)
+        packs = self._packs(width, sources) if sources else 0
         # What the host knows goes to the device in one piece; what only the device knows is added there.
         known = np.zeros(COUNTS, dtype=np.int64)
-        known[[_PACKS, _SOURCES, _SLOTS]] = packs, sources, self._slots(width, packs)
+        known[[_PACKS, _SOURCES, _SLOTS]] = packs, sources, self._slots(width, packs) if sources else 0
         for gone in batch.left_out:
             reason = _LEFT_OUT + REASONS.index(counted_reason(gone.reason))
             known[reason] += 1
             known[reason + len(REASONS)] += gone.tokens
+        if not sources:
+            # A blank row, which only carries news.
+            self.counts.add_(torch.from_numpy(known).to(self.counts.device, non_blocking=True))
+            return
         real = batch.cu_seqlens.diff().long()
         if self.policy is None:
             # Without the last source, whose tail fills the row, and without the repeats of a fixed number of boundaries.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -12,11 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pack import agreement
-from lightning_pack.energon import ExactLoader
 from lightning_pack.interrupt import HeldInterrupt
 from lightning_pack.resume import COUNTS, ResumeError
 from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
 from lightning_pack.snapshots import go_on_drawing, optimizer_version, persistent_buffers, random_state
+from lightning_pack.tracked import ProgressLoader
+
+Loader = TypeVar("Loader", bound=ProgressLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,8 @@ class _Window:
     buffers: list[int]
 
 
-class TrainingProgress(RewindingCallback):
-    """Tells the loader which batches were trained, and keeps count; the datamodule puts it first among the callbacks.
+class TrainingProgress(RewindingCallback, Generic[Loader]):
+    """Tells the loader which batches were trained, and keeps count; a datamodule puts it first among the callbacks.
 
     A checkpoint holds no gradients. So whenever it is saved, it tells of the last completed optimizer step: batches, counts,
     random state and Lightning's loops are those of that moment, and a run that is resumed trains the batches since again, with
@@ -47,7 +49,7 @@ class TrainingProgress(RewindingCallback):
         check_restored: called before the first batch; raises if a position should have been restored and was not.
     """
 
-    def __init__(self, loader: ExactLoader, *, check_restored: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loader: Loader, *, check_restored: Callable[[], None] = lambda: None) -> None:
         self.loader = loader
         self._check_restored = check_restored
         #: Rows, sources and real tokens trained on by this rank, and sources left out, since the run began.

@@ -11,6 +11,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pack.collated.row import packed_row
 from lightning_pack.row import PackedBatch
 from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy
 
@@ -59,7 +60,7 @@ class TokenNormalizer:
     def scale(
         self,
         loss: Tensor,
-        batch: PackedBatch,
+        batch: PackedBatch | Any,
         *,
         optimizers: Sequence[Optimizer | LightningOptimizer] | None = None,
     ) -> Tensor:
@@ -69,7 +70,7 @@ class TokenNormalizer:
 
         Args:
             loss: one number that has a gradient, float32 or wider to be exact.
-            batch: the row that it is of.
+            batch: the row that it is of, or the batch that PackedAttention has packed.
             optimizers: whose gradients it is for; None means all of the module.
 
         Raises:
@@ -77,7 +78,7 @@ class TokenNormalizer:
                 other batches, and a loss without a gradient.
         """
         self._follow()
-        if not isinstance(batch, PackedBatch):
+        if (row := packed_row(batch)) is None:
             raise ValueError(
                 f"TokenNormalizer.scale got a {type(batch).__name__}, which does not tell its target tokens: give the "
                 "PackedBatch that the loss is of"
@@ -90,7 +91,7 @@ class TokenNormalizer:
         chosen = list(self._windows) if optimizers is None else [self._known(optimizer) for optimizer in optimizers]
         if not chosen:
             raise ValueError("TokenNormalizer.scale(optimizers=[]): a loss for no optimizer; name those it is for")
-        targets = batch.loss_mask.sum()
+        targets = row.loss_mask.sum()
         scaled = loss * self._windows[chosen[0]].factor(targets)
         scaled.register_hook(partial(self._count, chosen, targets))
         return scaled

@@ -47,3 +47,17 @@ def must_stay_in_step(trainer: pl.Trainer | None) -> bool:
     """Whether a forward pass is a collective, because it gathers weights from all ranks."""
     strategy = None if trainer is None else trainer.strategy
     return isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy)
+
+
+def refuse_other_namespace(trainer: Any) -> None:
+    """Check that a callback's Trainer is one of ``lightning.pytorch``.
+
+    Raises:
+        ValueError: for one of ``pytorch_lightning``, whose strategies, callbacks and modules are other classes.
+    """
+    if any(kind.__module__.partition(".")[0] == "pytorch_lightning" for kind in type(trainer).__mro__):
+        raise ValueError(
+            "the Trainer comes from 'pytorch_lightning', whose classes are others than those of "
+            "'lightning', which lightning_pack uses: write 'import lightning.pytorch as pl' instead of 'import "
+            "pytorch_lightning as pl' (the same code under another name), and likewise in 'from pytorch_lightning import ...'"
+        )

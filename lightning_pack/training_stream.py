@@ -74,7 +74,7 @@ class TrainingStream:
         self._spread, self._on_mismatch = spread, on_mismatch
         self.settings = _settings(options, spread)
         loader = ExactLoader(options, workers=spread.workers(), epochs=spread.epochs, everyone=Agreement().everyone)
-        self.progress = TrainingProgress(loader, check_restored=check_restored)
+        self.progress: TrainingProgress[ExactLoader] = TrainingProgress(loader, check_restored=check_restored)
         #: Whether it has gone to a position, or was told to start over.
         self.restored = False
 

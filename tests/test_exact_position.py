@@ -242,7 +242,7 @@ def test_what_is_left_out_before_a_row_can_be_made_is_reported_with_it(tmp_path:
 
 
 def test_batches_that_are_never_counted_are_an_error(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pack.energon.loader.MOST_UNTRAINED", 5)
+    monkeypatch.setattr("lightning_pack.tracked.MOST_UNTRAINED", 5)
     run = Run(numbers, num_workers=0)
     fetched = [next(run.batches) for _ in range(5)]
     with pytest.raises(RuntimeError, match="give the Trainer the datamodule itself and not its loader"):

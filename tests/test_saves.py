@@ -460,7 +460,7 @@ class Tuned(Journal):
 def test_searches_do_not_move_the_position(
     numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search: Callable[[], pl.Callback], workers: int
 ) -> None:
-    monkeypatch.setattr("lightning_pack.energon.loader.MOST_UNTRAINED", 20)
+    monkeypatch.setattr("lightning_pack.tracked.MOST_UNTRAINED", 20)
     shape = {"max_steps": 4, "accumulate_grad_batches": 2, "limit_val_batches": 0, "default_root_dir": str(tmp_path)}
     options = Options(data=str(numbers), workers=workers, trainer=shape)
     module = Tuned()

@@ -18,6 +18,7 @@ from lightning_pack.callbacks.tally import TrainingTally, sharing_ranks, sum_ove
 from lightning_pack.callbacks.throughput import ModelThroughput, flops_of_module
 from lightning_pack.callbacks.totals import Totals
 from lightning_pack.callbacks.work import Imbalance
+from lightning_pack.collated.row import packed_row
 from lightning_pack.flops import ModelFlops
 from lightning_pack.metrics import PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
@@ -93,8 +94,9 @@ class PackingMonitor(Callback):
         return PackingMetrics(policy, packs_per_batch=getattr(datamodule, "packs_per_batch", 1))
 
     def _counted(self, stage: str, batch: Any) -> PackedBatch | None:
-        """The batch, if it is one to be counted."""
-        if not isinstance(batch, PackedBatch):
+        """The row of a batch, if it is one to be counted."""
+        row = packed_row(batch)
+        if row is None:
             if not self._told_other_batch:
                 self._told_other_batch = True
                 rank_zero_warn(
@@ -102,11 +104,11 @@ class PackingMonitor(Callback):
                     f"of the {stage} data: give the trainer packed batches, or remove the monitor"
                 )
             return None
-        if not batch.source_keys:
+        if not row.source_keys and not row.left_out:
             # A blank row, which keeps ranks in step.
             return None
-        add_examples(self._examples.setdefault(stage, {}), batch.left_out)
-        return batch
+        add_examples(self._examples.setdefault(stage, {}), row.left_out)
+        return row
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the warnings of this fit."""
@@ -121,7 +123,7 @@ class PackingMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the counts of the last step boundary."""
-        self._tally.batch_begins(batch, batch_idx)
+        self._tally.batch_begins(packed_row(batch), batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -129,7 +131,7 @@ class PackingMonitor(Callback):
         """Count a batch that was trained on, and log at the trainer's interval."""
         counted = self._counted("train", batch)
         self._tally.batch_ends(counted, steps=not trainer.fit_loop._should_accumulate())
-        if counted is not None and self._throughput is not None:
+        if counted is not None and counted.source_keys and self._throughput is not None:
             self._throughput.add(counted)
         if counted is not None and counted.left_out and not self._told_left_out:
             self._told_left_out = True

@@ -166,9 +166,8 @@ class TrainingTally:
             # Another callback saves in on_train_batch_end, before this one has counted.
             counter = PackingMetrics(self.metrics.policy, packs_per_batch=self.metrics.packs_per_batch).to(counts.device)
             work, logs = work.copy(), logs_now()
-            if self._uncounted.source_keys:
-                counter.update(self._uncounted)
-                work.add(self._uncounted)
+            counter.update(self._uncounted)
+            work.add(self._uncounted)
             work.end_step()
             counts = counts + counter.counts
         new = Totals(imbalance=work.compared(self._gathered))

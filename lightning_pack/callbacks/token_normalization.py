@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pack.row import PackedBatch
+from lightning_pack.collated.row import packed_row
 from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy
 
 _OFF = "or switch this off with PackedAttention(token_normalization=False)"
@@ -61,12 +61,12 @@ class TokenNormalizedGradients(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the target tokens of the batch on its device."""
-        if not isinstance(batch, PackedBatch):
+        if (row := packed_row(batch)) is None:
             raise ValueError(
                 f"TokenNormalizedGradients got a {type(batch).__name__}, which does not tell its target tokens: train on "
                 f"PackedBatch, {_OFF}"
             )
-        self._batch = batch.loss_mask.sum()
+        self._batch = row.loss_mask.sum()
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The window ends where its gradients end."""

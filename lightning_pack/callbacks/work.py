@@ -66,6 +66,9 @@ class RankWork:
 
     def add(self, batch: PackedBatch) -> None:
         """Count a batch as work of the present step."""
+        if not batch.source_keys:
+            # A blank row, which keeps ranks in step.
+            return
         self._sums[self._completed] += batch.cu_seqlens.diff().long().square().sum()
 
     def end_step(self) -> None:

@@ -1,26 +1,18 @@
-"""ExactLoader: the training rows of a rank under Lightning, with a state that says what was trained on.
-
-Lightning may fetch a row and never train it (it prefetches one, it starts a new epoch, it stops), and a row may be trained on
-in a step that is never completed. So every row is kept with the position after it until :meth:`ExactLoader.trained` and
-:meth:`ExactLoader.commit` say that it is final; the state is the position of the first row that is not.
-"""
+"""ExactLoader: the training rows of a rank under Lightning, with a state that says what was trained on."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_pack.energon.dataset import StreamOptions, open_share
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.reader import Position, RankReader, WorkerPosition, Workers
 from lightning_pack.energon.state import from_plain, to_plain
-from lightning_pack.row import LeftOut, PackedBatch
-
-#: So many rows that are fetched and never counted as trained are a mistake, and memory.
-MOST_UNTRAINED = 1024
+from lightning_pack.row import LeftOut
+from lightning_pack.tracked import Fetched, TrackedLoader
 
 
 @dataclass(frozen=True)
@@ -78,14 +70,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     return {"epoch": states[0]["epoch"], "workers": order[rank::ranks]}
 
 
-class _Fetched(NamedTuple):
-    batch: PackedBatch
-    after: Standing
-    ends_pass: bool = False
-
-
-class ExactLoader:
-    """Training rows of one data-parallel rank. A plain iterable: Lightning saves and restores nothing of it by itself.
+class ExactLoader(TrackedLoader[Standing]):
+    """Training rows of one data-parallel rank.
 
     An endless stream never ends. In finite passes each iteration is one pass, or the rest of one; ranks agree on where it ends.
 
@@ -104,45 +90,20 @@ class ExactLoader:
         epochs: int | None = None,
         everyone: Callable[[bool], bool] = bool,
     ) -> None:
+        super().__init__(Standing(0, workers.beginning))
         self.options = options
         self._workers = workers
         self.epochs = epochs
         self._everyone = everyone
         self._reader: RankReader | None = None
-        self._fetched: deque[_Fetched] = deque()
-        #: After the last row that was fetched whole; an interrupted fetch does not move it.
-        self._reached = self._counted = self._committed = Standing(0, workers.beginning)
-        self._rows: Iterator[_Fetched] | None = None
-        self._error: Exception | None = None
-        #: Called in the main process before a row is fetched; what it raises, the iteration raises.
-        self.before_fetch: Callable[[], None] = lambda: None
 
     @property
     def finished(self) -> bool:
         """Whether the last pass is trained on to its end."""
         return self._counted.epoch == self.epochs
 
-    def __iter__(self) -> Iterator[PackedBatch]:
-        for fetched in list(self._fetched):
-            yield fetched.batch
-            if fetched.ends_pass:
-                return
-        while self._reached.epoch != self.epochs:
-            self.before_fetch()
-            fetched = self._fetch()
-            yield fetched.batch
-            if fetched.ends_pass:
-                return
-
-    def trained(self) -> PackedBatch:
-        """Count the oldest fetched row as trained, and return it as it was fetched (on the CPU)."""
-        fetched = self._fetched.popleft()
-        self._counted = fetched.after
-        return fetched.batch
-
-    def commit(self) -> None:
-        """Make what was counted as trained final: an optimizer step is complete."""
-        self._committed = self._counted
+    def _more(self) -> bool:
+        return self._reached.epoch != self.epochs
 
     def state(self) -> dict[str, Any]:
         """Where training stands after the last complete step, as plain containers."""
@@ -150,55 +111,28 @@ class ExactLoader:
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go to a state of :meth:`state`, or to the beginning; rows that were fetched and not trained are forgotten."""
-        self._close()
-        standing = Standing(0, self._workers.beginning) if state is None else Standing.of(state)
-        self._reached = self._counted = self._committed = standing
+        self._go_to(Standing(0, self._workers.beginning) if state is None else Standing.of(state))
 
-    def stop(self) -> None:
-        """End the workers. The state stays; iterating again goes on from it: what was trained on in an open step is lost."""
-        self._close()
-        self._reached = self._counted = self._committed
-
-    def _close(self) -> None:
-        reader, self._reader, self._rows, self._error = self._reader, None, None, None
-        self._fetched.clear()
+    def _shut(self) -> None:
+        reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 
-    def _fetch(self) -> _Fetched:
-        if len(self._fetched) >= MOST_UNTRAINED:
-            raise RuntimeError(
-                f"{MOST_UNTRAINED} rows were fetched and none was counted as trained, so no position can be saved: give the "
-                "Trainer the datamodule itself and not its loader, or call the loader's trained() after each batch"
-            )
-        if self._error is not None:
-            # What a worker would give now is not known.
-            raise RuntimeError("the loader has failed before and cannot go on: start again from a checkpoint") from self._error
-        try:
-            if self._rows is None:
-                self._rows = self._endless() if self.epochs is None else self._pass()
-            fetched = next(self._rows)
-        except Exception as e:
-            self._error = e
-            raise
-        if fetched.ends_pass:
-            self._rows = None
-        self._fetched.append(fetched)
-        self._reached = fetched.after
-        return fetched
+    def _read(self) -> Iterator[Fetched[Standing]]:
+        return self._endless() if self.epochs is None else self._pass()
 
     def _open(self, epoch: int | None) -> RankReader:
         share = partial(open_share, self.options, split="train", of=self._workers.of, epoch=epoch)
         self._reader = RankReader(share, workers=self._workers, start=self._reached.workers)
         return self._reader
 
-    def _endless(self) -> Iterator[_Fetched]:
+    def _endless(self) -> Iterator[Fetched[Standing]]:
         reader = self._open(None)
         while (batch := reader.read()) is not None:
-            yield _Fetched(batch, Standing(0, reader.position()))
+            yield Fetched(batch, Standing(0, reader.position()))
         raise RuntimeError("the endless stream has ended")
 
-    def _pass(self) -> Iterator[_Fetched]:
+    def _pass(self) -> Iterator[Fetched[Standing]]:
         """The rest of a pass: as many rows as every rank has, the last of them with what is left over."""
         epoch = self._reached.epoch
         reader = self._open(epoch)
@@ -215,7 +149,7 @@ class ExactLoader:
             if not self._everyone(following is not None):
                 break
             assert following is not None
-            yield _Fetched(held, Standing(epoch, after))
+            yield Fetched(held, Standing(epoch, after))
             held = following
         while following is not None:
             # Another rank has come to its end, and an optimizer step needs a row from each.
@@ -226,7 +160,7 @@ class ExactLoader:
         held.left_out += reader.take_orphans()
         reader.close()
         self._reader = None
-        yield _Fetched(held, Standing(epoch + 1, self._workers.beginning), ends_pass=True)
+        yield Fetched(held, Standing(epoch + 1, self._workers.beginning), ends_pass=True)
 
 
 def _listed(orphans: Sequence[LeftOut]) -> str:

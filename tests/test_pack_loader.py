@@ -1,0 +1,544 @@
+"""pack_loader: rows over several batches of any loader, every source once, and exact positions."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import DataCollatorWithFlattening
+
+from lightning_pack import BatchFields, CollatedBatchError, PackedAttention, PackedBatch, PackingPolicy, pack_loader
+from lightning_pack.loader_progress import LoaderProgress
+from lightning_pack.resume import ResumeError
+from lightning_pack.row import IGNORE, EncodedSource
+from tests.padded_batches import Batches, HuggingFaceModule, pad, stay_double
+from tests.ranks import on_ranks
+from tests.test_padded_training import PARTS, farthest
+from tests.tiny_models import alone_loss, make_sources, quiet_trainer, tiny_model
+from tests.training import digest
+
+# torchdata 0.11 calls what torch 2.13 calls deprecated; Lightning tells that a resumed run saves into another folder.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+POLICY = PackingPolicy(24, algorithm="best_fit_decreasing")
+LENGTHS = [int(n) for n in torch.randint(2, 20, (60,), generator=torch.Generator().manual_seed(4))]
+
+
+class Samples(Dataset[EncodedSource]):
+    """Sources whose key is their number."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.sources = make_sources(lengths, prompt=1)
+        for number, source in enumerate(self.sources):
+            source.key = str(number)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: int) -> EncodedSource:
+        return self.sources[index]
+
+
+def collate(sources: list[EncodedSource]) -> dict[str, Any]:
+    return pad(sources, "left") | {"id": [source.key for source in sources]}
+
+
+def stateful(lengths: list[int] = LENGTHS, *, workers: int = 0, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return torchdata.StatefulDataLoader(
+        Samples(lengths), batch_size=4, shuffle=True, generator=generator, collate_fn=collate, num_workers=workers, **options
+    )
+
+
+def by_key(rows: list[PackedBatch]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        offsets = row.cu_seqlens_padded.tolist()
+        for number, (key, length) in enumerate(zip(row.source_keys, row.cu_seqlens.diff().tolist(), strict=True)):
+            assert key not in found, f"source {key} came twice"
+            found[key] = row.input_ids[0, offsets[number] : offsets[number] + length].tolist()
+    return found
+
+
+# --- rows --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    size=st.integers(1, 7),
+    window=st.integers(1, 5),
+    algorithm=st.sampled_from(["auto", "exact_fill", "minimum_bin_slack", "concatenative"]),
+    carry_over=st.booleans(),
+)
+def test_every_source_comes_once_or_is_reported(
+    lengths: list[int], size: int, window: int, algorithm: str, carry_over: bool
+) -> None:
+    samples = Samples(lengths)
+    loader = DataLoader(samples, batch_size=size, collate_fn=collate)
+    usable = {key: length for key, length in enumerate(lengths) if 2 <= length <= 24}
+    packed = pack_loader(loader, PackingPolicy(24, algorithm=algorithm, carry_over=carry_over, multiple=2), window=window)
+    if not usable:
+        with pytest.raises(ValueError, match="no row in this pass over the loader"):
+            list(packed)
+        return
+    for _ in range(2):
+        rows = list(packed)
+        assert by_key(rows) == {str(key): samples[key].input_ids.tolist() for key in usable}
+        gone = {row.key: row.reason for each in rows for row in each.left_out}
+        expected = {str(i): "overlength" if n > 24 else "no_targets" for i, n in enumerate(lengths) if i not in usable}
+        assert gone == expected
+        assert all(row.input_ids.shape[1] <= 24 for row in rows)
+
+
+def test_a_window_packs_better_than_a_batch() -> None:
+    loader = DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate)
+    one, many = (list(pack_loader(loader, POLICY, window=window)) for window in (1, 8))
+    assert len(many) < len(one)
+    assert any(age > 0 for row in many for age in row.ages)
+
+
+def test_batches_come_in_every_form() -> None:
+    samples = Samples(LENGTHS[:8])
+    sources = samples.sources
+    expected = by_key(list(pack_loader([sources[:4], sources[4:]], POLICY)))
+    assert len(expected) == 8
+
+    def features(chunk: list[EncodedSource]) -> list[dict[str, Any]]:
+        return [{"input_ids": s.input_ids.tolist(), "labels": s.labels.tolist(), "id": s.key} for s in chunk]
+
+    flatten = DataCollatorWithFlattening()
+    plain = [[{k: v for k, v in f.items() if k != "id"} for f in features(c)] for c in (sources[:4], sources[4:])]
+    rows = {
+        "padded": [collate(sources[:4]), collate(sources[4:])],
+        "samples": [features(sources[:4]), features(sources[4:])],
+        "flattened": [flatten(c, return_tensors="pt") for c in plain],
+    }
+    for name, batches in rows.items():
+        found = by_key(list(pack_loader(batches, POLICY)))
+        assert sorted(found.values()) == sorted(expected.values()), name
+    shifted = collate(sources)
+    labels = torch.full_like(shifted["labels"], IGNORE)
+    labels[:, :-1] = shifted.pop("labels")[:, 1:]
+    (a,), (b,) = (list(pack_loader([x], PackingPolicy(200))) for x in (collate(sources), shifted | {"shift_labels": labels}))
+    assert torch.equal(a.shift_labels, b.shift_labels)
+
+
+ONES = torch.ones(2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ("x", r"batch 0 is a str, and pack_loader takes dicts"),
+        ({"input_ids": ONES, "attention_mask": ONES}, r"batch 0 has neither labels nor shift_labels"),
+        ([{"input_ids": [1, 2]}], r"batch 0, row 0 has no labels"),
+        ([{"input_ids": [1, 2], "labels": [1]}], r"row 0 has 2 input_ids and 1 labels"),
+        ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}], r"sample with padding"),
+        ([{"input_ids": [1, 2], "labels": [1, 2], "x": 3}], r"row 0 holds x, for which.*leave_out=\('x',\)"),
+        ([{"input_ids": [[1, 2]], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list or tensor \[L\]"),
+        (
+            {"input_ids": ONES, "attention_mask": ONES, "labels": ONES, "token_type_ids": ONES},
+            r"holds token_type_ids, for which a PackedBatch has no place: .*leave_out=\('token_type_ids',\)",
+        ),
+        (PackedBatch.from_packs([POLICY.build(make_sources((3,)))], pad_id=0), r"batch 0 is a PackedBatch already"),
+    ],
+)
+def test_other_batches_are_refused_by_name(batch: Any, message: str) -> None:
+    with pytest.raises(CollatedBatchError, match=message):
+        list(pack_loader([batch], POLICY))
+
+
+def test_settings_that_are_not_used_are_refused() -> None:
+    for options, named in (
+        ({"buffer_size": 64}, "buffer_size=64"),
+        ({"balance": "quadratic", "window": 9}, "balance='quadratic'"),
+    ):
+        with pytest.raises(ValueError, match=f"does not use {named}"):
+            pack_loader([], PackingPolicy(24, **options))
+    with pytest.raises(ValueError, match="overlength='split' cuts plain texts"):
+        pack_loader([], PackingPolicy(24, overlength="split"))
+    with pytest.raises(ValueError, match="window=0"):
+        pack_loader([], POLICY, window=0)
+    batch = {"input_ids": ONES, "attention_mask": ONES, "labels": ONES, "token_type_ids": ONES}
+    (row,) = pack_loader([batch], POLICY, fields=BatchFields(leave_out=("token_type_ids",)))
+    assert row.source_keys == ["batch 0, row 0", "batch 0, row 1"]
+
+
+def test_workers_that_persist_serve_the_next_pass_too() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    packed = pack_loader(DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate, **options), POLICY)
+    first = [digest(row) for row in packed]
+    rows = iter(packed)
+    next(rows)
+    # Left in the middle of a pass.
+    del rows
+    assert [digest(row) for row in packed] == first == [digest(row) for row in packed]
+
+
+# --- positions ---------------------------------------------------------------------------------------------------------
+
+
+def read(packed: Any, *, passes: int, most: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Digest of each row, and the state after it is trained on."""
+    count = 0
+    for _ in range(passes):
+        for row in packed:
+            packed.trained()
+            packed.commit()
+            yield digest(row), json.loads(json.dumps(packed.state(), default=lambda t: ["tensor", t.tolist()]))
+            count += 1
+            if count == most:
+                return
+
+
+def tracked(**options: Any) -> Any:
+    workers = options.pop("workers", 0)
+    packed = pack_loader(stateful(workers=workers), PackingPolicy(24), window=3, **options)
+    packed.tracked = True
+    return packed
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_restored_after_every_row_the_next_rows_are_the_same(workers: int) -> None:
+    whole = tracked(workers=workers)
+    states: list[Any] = [None]
+    rows = []
+    for _ in range(2):
+        for row in whole:
+            whole.trained()
+            whole.commit()
+            rows.append(digest(row))
+            states.append(whole.state())
+    half = len(rows) // 2
+    assert len(set(rows)) == len(rows) > 30
+    assert any(state["at"]["emitted"] for state in states[1:])
+    assert any(sum(map(len, state["at"]["waiting"])) > 3 for state in states[1:])
+    assert states[half]["at"]["epoch"] == 1
+    # Each step in this process; with worker processes, which are slow to start, a few of them.
+    for k in range(1, len(rows)) if workers == 0 else (3, half):
+        again = tracked(workers=workers)
+        # As a checkpoint that is loaded without classes.
+        torch.save(states[k], file := io.BytesIO())
+        again.restore(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        most = len(rows) - k if workers == 0 else min(len(rows) - k, half - 2)
+        found = [row for row, _ in read(again, passes=2, most=most)]
+        assert found == rows[k : k + most], k
+        begun = time.monotonic()
+        again.stop()
+        assert time.monotonic() - begun < 4, "the workers end at once"
+
+
+def test_no_token_is_in_a_state_and_lightning_saves_none_itself() -> None:
+    packed = tracked()
+    assert not isinstance(packed, _Stateful)
+    with pytest.raises(TypeError):
+        len(packed)
+    states = [state for _, state in read(packed, passes=1)]
+    assert max(len(json.dumps(state["at"]["waiting"])) for state in states) < 200
+    assert all(set(state["at"]) == set(states[0]["at"]) for state in states)
+
+
+def test_a_changed_loader_is_noticed() -> None:
+    packed = tracked()
+    state = [packed.state() for _ in zip(read(packed, passes=1), range(5), strict=False)][-1]
+    assert state["at"]["waiting"]
+    other = pack_loader(stateful(LENGTHS[::-1]), PackingPolicy(24), window=3)
+    other.tracked = True
+    other.restore(state)
+    with pytest.raises(ValueError, match=r"batches \d+ to \d+ are not those that were read before the checkpoint was saved"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": "x"}, "algorithm of a loader's state is 'x', not one of exact_fill, minimum_bin_slack"),
+        ({"at": {"epoch": 1}}, "a position in a loader should hold begun, digest"),
+        ({"at": None}, "a position in a loader should hold"),
+        ({"more": 1}, "a loader's state should hold at, algorithm"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(change: dict[str, Any], message: str) -> None:
+    packed = tracked()
+    next(iter(packed))
+    with pytest.raises(ValueError, match=message):
+        packed.restore(packed.state() | change)
+    for name, value in {"first": -1, "waiting": [[-1]], "digest": 3, "begun": 1}.items():
+        with pytest.raises(ValueError, match="of a position in a loader"):
+            packed.restore(packed.state() | {"at": packed.state()["at"] | {name: value}})
+
+
+# --- runs --------------------------------------------------------------------------------------------------------------
+
+
+class Tiny(LightningModule):
+    """Next token by last token, with dropout; remembers its batches."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 64))
+        self.model = tiny_model("llama")
+        self.model.requires_grad_(False)
+        self.loader = loader
+        self.seen: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        self.seen.append(digest(batch))
+        return torch.nn.functional.cross_entropy(self.net(batch.input_ids)[0], batch.shift_labels[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def fit(folder: Path, packed: Any, *, steps: int, resume: Path | None = None, hook: bool = False, **options: Any) -> Tiny:
+    torch.manual_seed(0)
+    module = Tiny(packed if hook else None)
+    # A file costs more than a step.
+    saving = [] if resume else [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    callbacks = [PackedAttention(monitor=False), *saving]
+    trainer = quiet_trainer(callbacks=callbacks, max_steps=steps, enable_checkpointing=bool(saving), **options)
+    trainer.fit(module, *([] if hook else [packed]), ckpt_path=resume, weights_only=True if resume else None)
+    assert any(isinstance(callback, LoaderProgress) for callback in trainer.callbacks)
+    return module
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.filterwarnings("ignore:.*is not in the list of callbacks")
+def test_a_run_goes_on_bitwise_from_every_step(tmp_path: Path, hook: bool) -> None:
+    steps, window = 12, 2
+    packed = lambda: pack_loader(stateful(workers=2 * hook), PackingPolicy(24), window=3)  # noqa: E731
+    whole = fit(tmp_path / "whole", packed(), steps=steps, hook=hook, accumulate_grad_batches=window)
+    assert len(whole.seen) > 20, "the run goes into a second pass"
+    assert len(set(whole.seen)) == len(whole.seen)
+    for step in range(1, steps) if not hook else (4, 9):
+        checkpoint = tmp_path / "whole" / f"step={step}.ckpt"
+        again = fit(tmp_path / "again", packed(), steps=steps, resume=checkpoint, hook=hook, accumulate_grad_batches=window)
+        done = len(whole.seen) - len(again.seen)
+        assert again.seen == whole.seen[done:], step
+        assert step <= done <= step * window
+        for a, b in zip(whole.net.parameters(), again.net.parameters(), strict=True):
+            assert torch.equal(a, b), step
+
+
+class Breaking(Tiny):
+    """Fails inside an accumulation."""
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        if len(self.seen) == 7:
+            raise ArithmeticError("broken on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+class Owner(LightningDataModule):
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
+def test_a_run_that_fails_inside_an_accumulation_goes_on_from_its_beginning(tmp_path: Path) -> None:
+    def run(kind: type[Tiny], *, resume: Path | None = None) -> Tiny:
+        torch.manual_seed(0)
+        module = kind()
+        saving = ModelCheckpoint(tmp_path, filename="kept", every_n_train_steps=1000, save_on_exception=True)
+        callbacks = [PackedAttention(monitor=False), saving]
+        options = {"max_steps": 6, "accumulate_grad_batches": 3, "enable_checkpointing": True}
+        data = Owner(pack_loader(stateful(), PackingPolicy(24), window=3))
+        trainer = quiet_trainer(callbacks=callbacks, **options)
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True if resume else None)
+        assert "train_dataloader" not in vars(data)
+        return module
+
+    whole = run(Tiny)
+    with pytest.raises(ArithmeticError):
+        run(Breaking)
+    (saved,) = tmp_path.glob("*.ckpt")
+    again = run(Tiny, resume=saved)
+    # The batch that was trained in the open window comes again.
+    assert again.seen == whole.seen[6:]
+    for a, b in zip(whole.net.parameters(), again.net.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_same_trainer_goes_on_in_the_data() -> None:
+    packed = pack_loader(stateful(), PackingPolicy(24), window=3)
+    module = Tiny()
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=4)
+    trainer.fit(module, packed)
+    trainer.fit_loop.epoch_loop.max_steps = 9
+    trainer.fit(module, packed)
+    whole = Tiny()
+    quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=9).fit(
+        whole, pack_loader(stateful(), PackingPolicy(24), window=3)
+    )
+    assert module.seen == whole.seen
+
+
+def test_evaluation_reads_each_pass_anew() -> None:
+    keys: list[str] = []
+
+    class Validating(Tiny):
+        def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
+            keys.extend(batch.source_keys)
+
+    rows = pack_loader(DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY, even_ranks=False)
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)])
+    for _ in range(2):
+        keys.clear()
+        trainer.validate(Validating(), rows, verbose=False)
+        assert sorted(keys, key=int) == [str(i) for i in range(len(LENGTHS))]
+
+
+def test_a_loader_without_a_state_says_so_and_is_not_resumed(tmp_path: Path) -> None:
+    plain = lambda **o: pack_loader(DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY, **o)  # noqa: E731
+    with pytest.warns(
+        UserWarning, match=r"checkpoints of this run hold no position in the data: pack_loader wraps a DataLoader"
+    ):
+        first = fit(tmp_path, plain(), steps=3)
+    with pytest.raises(ResumeError, match=r"wraps a DataLoader, which has no state_dict.*StatefulDataLoader"):
+        fit(tmp_path / "b", plain(), steps=5, resume=tmp_path / "step=3.ckpt")
+    with pytest.warns(UserWarning, match=r"on_mismatch='restart': THE DATA STARTS OVER"):
+        again = fit(tmp_path / "c", plain(on_mismatch="restart"), steps=5, resume=tmp_path / "step=3.ckpt")
+    assert again.seen == first.seen[:2]
+
+
+class Odd(DataLoader[Any]):
+    """Its state holds what a checkpoint cannot."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {"at": Path("x")}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never asked")
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path) -> None:
+    packed = pack_loader(Odd(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY)
+    with pytest.warns(
+        UserWarning, match=r"wraps a Odd, of whose state_dict state.worker.at is a PosixPath, which a checkpoint"
+    ):
+        module = fit(tmp_path, packed, steps=3)
+    assert len(module.seen) == 3
+
+
+def test_a_module_of_another_loader_is_left_alone(tmp_path: Path) -> None:
+    rows = list(pack_loader(DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY))
+    module = Tiny(Batches(*(lambda row=row: row for row in rows)))
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_epochs=1)
+    trainer.fit(module)
+    assert len(module.seen) == len(rows)
+    assert not any(isinstance(callback, LoaderProgress) for callback in trainer.callbacks)
+    assert "train_dataloader" not in vars(module)
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    fit(tmp_path, pack_loader(stateful(), PackingPolicy(24), window=3), steps=2)
+    with pytest.raises(ResumeError, match=r"(?s)packing.capacity: 24 in the checkpoint, 32 now.*packing.window: 3.*4 now"):
+        fit(tmp_path / "b", pack_loader(stateful(), PackingPolicy(32), window=4), steps=4, resume=tmp_path / "step=2.ckpt")
+
+
+def test_losses_are_those_of_sources_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_double(monkeypatch)
+    lengths = [length for part in PARTS for length in part]
+    samples = Samples(lengths)
+    loader = DataLoader(samples, batch_size=3, collate_fn=collate)
+    rows = list(pack_loader(loader, PackingPolicy(16, algorithm="best_fit_decreasing")))
+    assert len(rows) > 2
+    module = HuggingFaceModule()
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_epochs=1, accumulate_grad_batches=len(rows))
+    trainer.fit(module, pack_loader(loader, PackingPolicy(16, algorithm="best_fit_decreasing")))
+    assert module.shapes == [[1, row.input_ids.shape[1]] for row in rows]
+    expected = tiny_model("llama", dtype=torch.float64)
+    parts = [alone_loss(expected, source) for source in samples.sources]
+    torch.stack([loss for loss, _ in parts]).sum().div(sum(n for _, n in parts)).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    assert farthest(module.model, expected) < 1e-10
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def a_rank(argument: dict[str, Any]) -> dict[str, Any]:
+    """Uneven data on two ranks; what a rank trained on, and what it reports."""
+    rank = int(os.environ["RANK"])
+    seen: list[list[str]] = []
+    gone: list[Any] = []
+
+    class Noting(Tiny):
+        def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+            seen.append(batch.source_keys)
+            gone.extend(batch.left_out)
+            return super().training_step(batch, batch_idx)
+
+    options = {"max_epochs": 1, "devices": 2, "strategy": "ddp_find_unused_parameters_true"}
+    lengths = LENGTHS[:20] if rank else LENGTHS
+    own = DataLoader(Samples(lengths), batch_size=4, collate_fn=collate)
+    quiet_trainer(callbacks=[PackedAttention(monitor=False)], **options).fit(Noting(), pack_loader(own, POLICY, sharded=True))
+    uneven = {
+        "rows": len(seen),
+        "seen": [key for keys in seen for key in keys],
+        "gone": [list(g) for g in gone],
+        "count": len(lengths),
+    }
+    refusal = ""
+    try:
+        next(iter(pack_loader(own, POLICY)))
+    except ValueError as e:
+        refusal = str(e)
+    # A sampler of their own, which is told the pass; and the run goes on from its middle on both.
+    samples = Samples(LENGTHS)
+    sampler = torchdata.StatefulDataLoader
+
+    def loader() -> Any:
+        each = DistributedSampler(samples, num_replicas=2, rank=rank, shuffle=True)
+        return pack_loader(sampler(samples, batch_size=4, sampler=each, collate_fn=collate), POLICY)
+
+    folder = Path(argument["folder"])
+    runs = {"devices": 2, "strategy": "ddp_find_unused_parameters_true"}
+    whole = fit(folder, loader(), steps=14, **runs)
+    again = fit(folder / "again", loader(), steps=14, resume=folder / "step=5.ckpt", **runs)
+    return {"uneven": uneven, "refusal": refusal, "whole": whole.seen, "again": again.seen}
+
+
+def test_two_ranks_get_equally_many_rows_and_lose_nothing(tmp_path: Path) -> None:
+    results = on_ranks("tests.test_pack_loader:a_rank", {"folder": str(tmp_path / "c")}, folder=tmp_path)
+    first, second = (result["uneven"] for result in results)
+    assert first["rows"] == second["rows"] > 3
+    assert {reason for _, reason, _ in first["gone"]} == {"uneven_ranks"}
+    for result in (first, second):
+        told = [key for key, _, _ in result["gone"]]
+        assert sorted(result["seen"] + told, key=int) == [str(i) for i in range(result["count"])]
+    for result in results:
+        assert "each of the 2 ranks would train on all of the data" in result["refusal"]
+        assert len(result["whole"]) == 14
+        assert result["again"] == result["whole"][5:]
+    assert not set(results[0]["whole"]) & set(results[1]["whole"])
+
+
+def test_loaders_without_a_row_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no row in this pass over the loader.*left out: batch 0, row 0 \(overlength\)"):
+        list(pack_loader(Batches(lambda: pad(make_sources((30,)))), POLICY))
