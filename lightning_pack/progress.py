@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pack import agreement
+from lightning_pack.accumulation import Window, tell_short_window, why_not_to_save
 from lightning_pack.interrupt import HeldInterrupt
 from lightning_pack.resume import COUNTS, ResumeError
 from lightning_pack.rewind import ResumePoint, RewindingCallback, SaveRefusedError, end_restart, is_trained
@@ -19,16 +18,6 @@ from lightning_pack.snapshots import go_on_drawing, optimizer_version, persisten
 from lightning_pack.tracked import ProgressLoader
 
 Loader = TypeVar("Loader", bound=ProgressLoader)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Window:
-    """The step boundary before the batches whose gradients wait for the optimizer."""
-
-    point: ResumePoint
-    counts: dict[str, int]
-    random: dict[str, Any]
-    buffers: list[int]
 
 
 class TrainingProgress(RewindingCallback, Generic[Loader]):
@@ -61,7 +50,7 @@ class TrainingProgress(RewindingCallback, Generic[Loader]):
         self._restored: ResumePoint | None = None
         self._trainer: pl.Trainer | None = None
         self._running = False
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self._batch_begun = False
         #: The last step boundary, from its batch on until the epoch has ended.
         self._boundary: ResumePoint | None = None
@@ -115,18 +104,7 @@ class TrainingProgress(RewindingCallback, Generic[Loader]):
         if point.next != "epoch":
             self._boundary, self._boundary_random = point, self._random or random_state()
             if not point.last and point.next != "epoch_end":
-                self._tell_short_window(trainer, point.batch)
-
-    @staticmethod
-    def _tell_short_window(trainer: pl.Trainer, batch: int) -> None:
-        """Lightning counts windows from the beginning of the epoch, in the accumulation of now."""
-        window = trainer.accumulate_grad_batches
-        if done := batch % window:
-            rank_zero_warn(
-                f"the first optimizer step after this resume has {window - done} batches instead of "
-                f"accumulate_grad_batches={window}: {batch} batches of the epoch are trained on already, under another "
-                "accumulation or number of ranks. Set them back, or resume from a checkpoint whose batch is a multiple of it"
-            )
+                tell_short_window(trainer, batch=point.batch)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A new epoch."""
@@ -139,12 +117,7 @@ class TrainingProgress(RewindingCallback, Generic[Loader]):
         self._continue_random(pl_module)
         self._batch_begun = True
         if self._window is None:
-            self._window = _Window(
-                point=ResumePoint.before_batch(trainer),
-                counts=dict(self.counts),
-                random=random_state(),
-                buffers=[buffer._version for _, buffer in self._buffers],
-            )
+            self._window = Window.of(trainer, counts=self.counts, buffers=self._buffers)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -264,33 +237,12 @@ class TrainingProgress(RewindingCallback, Generic[Loader]):
         return self._boundary
 
     def _check(self, trainer: pl.Trainer) -> None:
-        if self._restored is not None and not trainer.fit_loop._loaded_from_state_dict:
-            self._refuse(
-                "the checkpoint that is resumed is not restored in whole yet, so a checkpoint of this moment would be wrong: "
-                "save later, or keep the one that is resumed"
-            )
-        scheduler = trainer.fit_loop.epoch_loop.scheduler_progress.total
-        if self._running and scheduler.ready != scheduler.completed:
-            self._refuse(
-                "a checkpoint is to be saved while the learning rate is being changed, so nobody could tell whether it was: "
-                "save in on_train_batch_end instead"
-            )
-        if self._window is None:
-            return
-        if self._weights is not None and self._weights != optimizer_version(trainer):
-            self._refuse(
-                "a checkpoint is to be saved while the optimizer changes the weights, so they belong neither to the step "
-                "before nor to this one: save in on_train_batch_end instead, or resume from an older checkpoint"
-            )
-        changed = [
-            name for (name, buffer), then in zip(self._buffers, self._window.buffers, strict=True) if buffer._version != then
-        ]
-        if changed:
-            rank_zero_warn(
-                f"a checkpoint is saved between optimizer steps: a resumed run trains the batches since the last step again, "
-                f"but buffers of the module have seen them already ({', '.join(changed[:3])}). Save at a complete step: let "
-                "val_check_interval and other intervals be multiples of accumulate_grad_batches"
-            )
+        weights = None if self._window is None else self._weights
+        why = why_not_to_save(trainer, restoring=self._restored is not None, running=self._running, weights=weights)
+        if why is not None:
+            self._refuse(why)
+        if self._window is not None:
+            self._window.tell_changed_buffers()
 
     def _refuse(self, why: str) -> None:
         if self._exception is not None:
