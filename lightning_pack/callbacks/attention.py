@@ -57,7 +57,8 @@ class PackedAttention(Callback):
             backend does not compute, with the reason; later, for one whose attention was set to something else.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
         ValueError: for batches that are not packed; for a layout into which the processes cannot be divided, or that the
-            strategy does not know how to train; for ``probe_memory`` with a context-parallel layout.
+            strategy does not know how to train; for ranks that share a row and got different ones; for ``probe_memory`` with a
+            context-parallel layout.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class PackedAttention(Callback):
                 self._told.add(message)
                 rank_zero_info(message)
         if self._context is not None:
+            self._context.begin()
             self._cutter = RowCutter(trainer, pl_module, partial(self._context.cut, trainer=trainer))
 
     def _choose(self, trainer: Trainer, model: PreTrainedModel) -> BackendChoice:
