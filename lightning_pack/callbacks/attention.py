@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,8 +47,9 @@ class PackedAttention(Callback):
             half precision), ``segments`` (torch, source by source, everywhere) or ``auto``, the first of these that is
             installed, can run here and computes what the model asks for. What was chosen, and why, is told once.
         monitor: add a :class:`~lightning_pack.callbacks.monitor.PackingMonitor` if the trainer has none.
-        token_normalization: add a :class:`TokenNormalizedGradients` if the trainer has none (in ``fit``); it expects that
-            ``training_step`` returns the mean loss over the target tokens of its batch.
+        token_normalization: add a :class:`TokenNormalizedGradients` if the trainer has none (in ``fit``), before all callbacks
+            that see gradients in ``on_before_optimizer_step``; it expects that ``training_step`` returns the mean loss over
+            the target tokens of its batch.
         probe_memory: before the first step of a fit, run a step on each of the heaviest rows that the datamodule's packing
             rules allow, and leave everything as it was (see :class:`~lightning_pack.callbacks.memory_probe.MemoryProbe`).
 
@@ -89,11 +91,17 @@ class PackedAttention(Callback):
                 "one (the command line always brings one; set it with --attention.*)"
             )
         self._prepare_context(trainer)
-        # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last. Before
-        # it, this callback would be visited a second time.
-        added = [self._normalization(trainer, stage), self._monitor(trainer)]
-        at = trainer.callbacks.index(self) + 1  # type: ignore[attr-defined]
-        trainer.callbacks[at:at] = [callback for callback in added if callback is not None]  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        normalization, monitor = self._normalization(trainer, stage), self._monitor(trainer)
+        # Inserted behind this callback: the hook that is running visits them next, and Lightning keeps checkpoints last.
+        at = callbacks.index(self) + 1
+        if monitor is not None:
+            callbacks.insert(at, monitor)
+        if normalization is not None:
+            # Before any that clips or logs gradients, which would get them as they are before. Where that is before this
+            # callback, the hook visits this one a second time, and nothing is left to be added.
+            early = (number for number in range(at) if is_overridden("on_before_optimizer_step", callbacks[number]))
+            callbacks.insert(next(early, at), normalization)
 
     def _prepare_context(self, trainer: Trainer) -> None:
         layout = getattr(getattr(trainer, "datamodule", None), "parallel", None)

@@ -23,7 +23,8 @@ class TokenNormalizedGradients(Callback):
     """Gradients per target token, exact over accumulation and data-parallel ranks, and before clipping.
 
     Costs one all-reduce of one number per optimizer step and no device sync. Modules that optimize manually call a
-    :class:`~lightning_pack.token_normalizer.TokenNormalizer` themselves.
+    :class:`~lightning_pack.token_normalizer.TokenNormalizer` themselves. Callbacks before this one in the trainer's list
+    see, or clip, gradients as they are before; where :class:`~.attention.PackedAttention` adds it, there are none.
 
     Args:
         loss: what ``training_step`` returns: ``"mean"`` over the target tokens of its batch (what transformers models return),
