@@ -22,6 +22,7 @@ from lightning_pack.callbacks.token_normalization import TokenNormalizedGradient
 from lightning_pack.context import ContextSlice
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
+from lightning_pack.target_window import refuse_unaveraged
 
 #: First part of the trainer's precision, and the dtype in which attention is then computed.
 _COMPUTED_IN = {"bf16": torch.bfloat16, "16": torch.float16, "transformer": torch.bfloat16}
@@ -142,6 +143,8 @@ class PackedAttention(Callback):
                 self._told.add(message)
                 rank_zero_info(message)
         if self._context is not None:
+            if trainer.training and self._context.group(trainer) is not None:
+                refuse_unaveraged(pl_module, trainer.strategy, way_out="or set context=1")
             self._context.begin()
             self._cutter = RowCutter(trainer, pl_module, partial(self._context.cut, trainer=trainer))
 

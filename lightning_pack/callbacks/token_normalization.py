@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pack.row import PackedBatch
-from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy
+from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy, refuse_unaveraged
 
 _OFF = "or switch this off with PackedAttention(token_normalization=False)"
 
@@ -54,6 +54,7 @@ class TokenNormalizedGradients(Callback):
                 "PackedAttention(token_normalization=False), or use automatic optimization"
             )
         refuse_strategy(trainer.strategy, way_out=_OFF)
+        refuse_unaveraged(pl_module, trainer.strategy, way_out=_OFF)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with an empty window: gradients of a window that was cut by a checkpoint are gone as well."""
