@@ -48,7 +48,11 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "sequence" or (field.name == "eval_context" and value is None):
+            if field.name == "eval_context" and value is None:
+                continue
+            if field.name == "sequence":
+                if not isinstance(value, bool):
+                    raise ValueError(f"ParallelLayout(sequence={value!r}): True or False is needed")
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"ParallelLayout({field.name}={value!r}): a group size is a whole number of at least 1")

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import (
     Strategy,
     XLAStrategy,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.optim import Optimizer
 
@@ -159,3 +159,28 @@ def refuse_strategy(strategy: Strategy, *, way_out: str) -> None:
             f"{name}(process_group=...) may average gradients over a part of the ranks: leave process_group out, and shard "
             f"inside groups with sharding_strategy='HYBRID_SHARD', {way_out}"
         )
+
+
+def refuse_unaveraged(module: nn.Module, strategy: Strategy, *, way_out: str) -> None:
+    """Refuse parameters whose gradients stay those of one data-parallel rank under ``ModelParallelStrategy``.
+
+    That strategy averages none by itself, ``fully_shard`` in ``configure_model`` does. Ranks would drift apart without an
+    error.
+
+    Raises:
+        ValueError: naming the first of them, and ``way_out``.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return
+    group = strategy.device_mesh["data_parallel"]
+    ranks = set(group.mesh.flatten().tolist())
+    for name, parameter in module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        spread = set() if mesh is None else set(mesh.mesh.flatten().tolist())
+        if len(ranks) > 1 and parameter.requires_grad and not ranks <= spread:
+            raise ValueError(
+                f"the gradient of {name} is not averaged over the {len(ranks)} data-parallel ranks (context-parallel ones are "
+                "among them): ModelParallelStrategy leaves that to the module, so call fully_shard(part, "
+                "mesh=self.device_mesh['data_parallel']) in configure_model for all parts, the module itself last, "
+                f"{way_out}"
+            )

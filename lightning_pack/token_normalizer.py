@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pack.collated.row import packed_row
 from lightning_pack.row import PackedBatch
-from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy
+from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy, refuse_unaveraged
 
 
 class TokenNormalizer:
@@ -133,6 +133,7 @@ class TokenNormalizer:
         if list(self._windows) == trainer.optimizers:
             return
         refuse_strategy(trainer.strategy, way_out="or train without TokenNormalizer")
+        refuse_unaveraged(module, trainer.strategy, way_out="or train without TokenNormalizer")
         # Every fit has optimizers of its own. Gradients of one that ended within a window are gone with it.
         self._windows, self._normalized = {}, set()
         for optimizer in trainer.optimizers:

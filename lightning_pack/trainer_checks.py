@@ -1,12 +1,16 @@
-"""What a Trainer must not ask of the training rows, and whether its ranks must stay in step."""
+"""What a Trainer must not ask of packed rows and what it must bring, and whether its ranks must stay in step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_pack.row import PackedBatch
 
 
 def refuse_to_train(trainer: pl.Trainer, *, epochs: int | None) -> None:
@@ -61,3 +65,37 @@ def refuse_other_namespace(trainer: Any) -> None:
             "'lightning', which lightning_pack uses: write 'import lightning.pytorch as pl' instead of 'import "
             "pytorch_lightning as pl' (the same code under another name), and likewise in 'from pytorch_lightning import ...'"
         )
+
+
+def require_packed(batch: Any) -> PackedBatch:
+    """The batch, which has to be a packed row.
+
+    Raises:
+        ValueError: telling what came instead.
+    """
+    if isinstance(batch, PackedBatch):
+        if batch.input_ids.shape[-1] == 0:
+            raise ValueError(
+                "an empty row reached the model (its packs only carry what was left out): do not emit it as a batch"
+            )
+        return batch
+    raise ValueError(
+        f"PackedAttention got {describe_batch(batch)} and needs a PackedBatch, whose boundaries keep sources apart: use a "
+        "datamodule that packs (EnergonPackDataModule), let PackedAttention(policy=PackingPolicy(...)) pack the padded batches "
+        "(dicts with input_ids, attention_mask and labels) of any loader, or let the loader's collate_fn return "
+        "PackedBatch.from_packs([policy.build(sources)], pad_id=...)"
+    )
+
+
+def describe_batch(batch: Any) -> str:
+    """Type and keys or length of a batch, for messages."""
+    name = type(batch).__name__
+    if isinstance(batch, Tensor):
+        return f"a {name} of shape {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"a {name} with keys {sorted(map(str, batch))}"
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return f"a {name} of {len(batch)} ({', '.join(sorted({type(item).__name__ for item in batch}))})"
+    return f"a {name}" + (
+        f" with {sorted(vars(batch))}" if hasattr(batch, "__dict__") and not isinstance(batch, nn.Module) else ""
+    )

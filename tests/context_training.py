@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy, ParallelLayout
 from lightning_pack.attention.backends import choice
@@ -22,7 +23,7 @@ from lightning_pack.context import ContextSlice
 from lightning_pack.module import PackedCausalLM
 from tests.context_ranks import attention, compiled, models, prompt_row, refusals, row_of, stand_ins
 from tests.numbers_data import NumberEncoder
-from tests.tiny_models import Rows, quiet_trainer, tiny_config, tiny_model
+from tests.tiny_models import Rows, make_sources, pack_row, quiet_trainer, tiny_config, tiny_model
 
 #: Every source of the data may be cut for two ranks, in all runs, so that all pack the same.
 MULTIPLE = 4
@@ -134,6 +135,27 @@ class Own(LightningDataModule):
         return Rows(*self.rows)
 
 
+class DealtOut(Own):
+    """Its loader is one of torch, which Lightning deals out over all ranks unless it is told not to."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=None)
+
+
+def dealt_out(*, sampler: bool) -> str:
+    """The message of a run over a loader of torch; how many steps it made, if there is none."""
+    rows = [pack_row(make_sources((7, 1, 12), seed=seed), multiple=4) for seed in range(4)]
+    callbacks = [PackedAttention(monitor=False)]
+    trainer = quiet_trainer(
+        callbacks=callbacks, strategy="ddp", devices=2, max_epochs=1, precision="64-true", use_distributed_sampler=sampler
+    )
+    try:
+        trainer.fit(PlainModule(), datamodule=DealtOut(ParallelLayout(context=2), rows))
+    except ValueError as e:
+        return str(e)
+    return f"{trainer.global_step} steps"
+
+
 class PlainModule(LightningModule):
     """A module as users have it: the loss is the model's own mean, of what the step gets."""
 
@@ -200,6 +222,7 @@ def pair(argument: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(PlainModule(), datamodule=Own(ParallelLayout(context=2), []))
     except ValueError as e:
         results["refusals"]["mesh"] = str(e)
+    results["dealt out"] = {sampler: dealt_out(sampler=sampler) for sampler in (True, False)}
     torch.save(results, folder / f"pair.{torch.distributed.get_rank()}.pt")
     return {}
 

@@ -28,6 +28,7 @@ from lightning_pack.attention import (
 from lightning_pack.attention.backends import choice as choices
 from lightning_pack.attention.backends.varlen import varlen_unusable
 from lightning_pack.callbacks import PackedAttention
+from lightning_pack.callbacks.packed_models import PackedModels
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.pretrained import checkpoint_activations
 from tests.architectures import ARCHITECTURES
@@ -411,7 +412,7 @@ def test_the_choice_knows_in_what_attention_is_computed(
     seen: list[Any] = []
     monkeypatch.setattr(choices, "_fastest", lambda model, **given: seen.append(given))
     trainer: Any = SimpleNamespace(precision=precision, strategy=SimpleNamespace(root_device=CUDA))
-    PackedAttention()._choose(trainer, tiny_model("llama"))
+    PackedModels("auto")._choose(trainer, tiny_model("llama"))
     assert seen == [{"device": CUDA, "dtype": dtype, "context": None}]
 
 

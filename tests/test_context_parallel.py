@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,16 @@ def test_what_is_not_right_over_ranks_is_refused_by_name(pair: Results) -> None:
             )
         assert found["te 2.10"] == found["te 2.18"] == ""
         assert "has 2 tensor-parallel ranks and the layout has tensor=1" in found["mesh"]
+
+
+def test_ranks_of_a_row_with_rows_of_their_own_are_refused(pair: Results) -> None:
+    for rank in pair:
+        message = rank["dealt out"][True]
+        assert "ranks 0, 1 share a row, and their loaders gave them different ones (of 24, 24 tokens, which begin" in message
+        # Of equal boundaries, so that nothing else would have failed.
+        assert len(set(re.findall(r"'(s\d\.0)'", message))) == 2
+        assert "Trainer(use_distributed_sampler=False), since Lightning deals a DataLoader out" in message
+        assert rank["dealt out"][False] == "4 steps"
 
 
 # --- training --------------------------------------------------------------------------------------------------------------
@@ -279,7 +290,9 @@ def test_other_strategies_and_the_memory_probe_are_refused(monkeypatch: pytest.M
     trainer._accelerator_connector.strategy = object.__new__(FSDPStrategy)
     monkeypatch.setattr(type(trainer), "world_size", 2)
     monkeypatch.setattr(type(trainer), "global_rank", 0)
-    with pytest.raises(ValueError, match=r"context=2: .* DDPStrategy and ModelParallelStrategy only, and this is FSDPStrategy"):
+    with pytest.raises(
+        ValueError, match=r"context=2, eval_context=2: .* DDPStrategy and ModelParallelStrategy only, and this is FSDPStrategy"
+    ):
         ContextParallel(layout, trainer)
     with pytest.raises(ValueError, match=r"probe_memory=True with context=2, .* would leave the others waiting"):
         quiet_trainer(callbacks=[PackedAttention(probe_memory=True)], max_steps=1).fit(

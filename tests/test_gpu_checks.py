@@ -17,6 +17,7 @@ from transformers import masking_utils
 
 from lightning_pack.attention import ATTENTION, STRICT_ATTENTION, SegmentsBackend, THDInputs, VarlenBackend, detection
 from lightning_pack.attention.detection import skip_detection
+from tests.context_ranks import stand_ins
 from tests.gpu.checks import (
     Heads,
     largest_error,
@@ -25,6 +26,7 @@ from tests.gpu.checks import (
     random_row,
     reference_of,
     results_of,
+    results_over_ranks,
     thd_inputs,
     unusable_gradients,
     waits_of_step,
@@ -193,3 +195,22 @@ def test_the_kernel_of_varlen_is_traced_whole() -> None:
     # max_seqlen, a number, is taken for a constant until it changes.
     assert counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
+
+
+class Unaligned(VarlenBackend):
+    """A kernel that aligns queries with the first keys."""
+
+    def _over_ranks(self, *row: Tensor, **options: Any) -> Tensor:
+        out = super()._over_ranks(*row, **options)
+        return out.flip(0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradients_over_ranks_are_checked_in_one_process(window: int | None) -> None:
+    where: dict[str, Any] = {"device": CPU["device"], "dtype": torch.float64, "window": window}
+    with stand_ins():
+        for kind in (VarlenBackend, SegmentsBackend):
+            results, reference = results_over_ranks(kind(), 2, **where)
+            assert largest_error(results, reference) < 1e-6
+        results, reference = results_over_ranks(Unaligned(), 2, **where)
+        assert min(largest_error([mine], [exact]) for mine, exact in zip(results, reference, strict=True)) > 0.1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
 
@@ -102,3 +104,16 @@ def test_a_missing_package_is_a_row_and_a_missing_kernel_of_torch_a_failure(monk
 def test_without_a_device_the_script_says_how_to_try_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 1
     assert "--device cpu --small" in capsys.readouterr().err
+
+
+def test_memory_is_given_back_before_the_checks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("given back"))
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        order.append(" ".join(command[1:5]))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert table._tests(30.0) == "pytest -m gpu ended with 3"
+    assert order == ["given back", "-m pytest -m gpu"]

@@ -74,3 +74,9 @@ def test_impossible_sizes_are_refused(sizes: dict[str, Any]) -> None:
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(ValueError, match="'int8' is not known; known are fp8"):
         ParallelLayout().row_divisor("int8")
+
+
+@pytest.mark.parametrize("sequence", ["false", 2, None])
+def test_sequence_parallelism_is_on_or_off(sequence: Any) -> None:
+    with pytest.raises(ValueError, match=r"ParallelLayout\(sequence=.*\): True or False is needed"):
+        ParallelLayout(tensor=2, sequence=sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from lightning_pack import TokenNormalizer
+from lightning_pack import ParallelLayout, TokenNormalizer
 from lightning_pack.attention import STRICT_ATTENTION, ActivatedModel, find_models, inspect_model
 from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
 from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
@@ -171,7 +172,29 @@ def run_rank(argument: dict[str, Any]) -> None:
         )
         trainer.fit(module, datamodule=Data(rows))
         torch.save({"raw": module.raw, "clipped": module.clipped}, f"{folder}/{name}.{rank}.pt")
+    torch.save(
+        [unaveraged(module, context) for module in (Packed, Manual) for context in (1, 2)], f"{folder}/unaveraged.{rank}.pt"
+    )
     torch.save({"raw": fully_sharded_by_hand(rank), "clipped": []}, f"{folder}/fsdp.{rank}.pt")
+
+
+def unaveraged(kind: type[Packed], context: int) -> str:
+    """The message of a run whose module shards its layers only, with two data-parallel ranks."""
+
+    class Partly(kind):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            for part in self.model.model.layers:
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    module, data = Partly(tiny_model("llama")), Data([pack_row(micro_batches(0)[0][0], multiple=4)])
+    data.parallel = ParallelLayout(context=context)  # type: ignore[attr-defined]
+    callback = PackedAttention(monitor=False, token_normalization=kind is not Manual and context == 1)
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=1, devices=2, strategy=ModelParallelStrategy(2, 1))
+    try:
+        trainer.fit(module, datamodule=data)
+    except ValueError as e:
+        return str(e)
+    return "not refused"
 
 
 # --- FSDP of the first kind: the Trainer takes it on GPUs only, torch on CPUs too ----------------------------------------
@@ -279,6 +302,11 @@ def test_two_ranks_are_the_unpacked_run(tmp_path: Path) -> None:
             assert len(saved["clipped"]) in (0, len(expected.clipped))
             for found, clipped in zip(saved["clipped"], expected.clipped, strict=False):
                 assert relative(found, clipped) <= tolerance, name
+    refused = r"gradient of model\.model\.embed_tokens\.weight is not averaged over the 2 data-parallel ranks.*fully_shard.*"
+    for rank in range(2):
+        messages = torch.load(tmp_path / f"unaveraged.{rank}.pt")
+        for message, way_out in zip(messages, (OFF, "context=1", "or train without TokenNormalizer", "context=1"), strict=True):
+            assert re.search(refused + way_out, message)
 
 
 # --- models inside of what strategies and compilers put around them ------------------------------------------------------

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
@@ -120,6 +121,31 @@ def test_without_it_short_rows_weigh_more() -> None:
     fit(module, ROWS[:4], callback=PackedAttention(monitor=False, token_normalization=False), accumulate_grad_batches=4)
     ((raw, _),) = expected_steps([flat(ROWS[:4])])
     assert largest_difference(module.raw[0], raw) > 1e-3
+
+
+class Clipping(Callback):
+    """Clips by itself, and keeps what it got."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.given.append({name: p.grad.clone() for name, p in pl_module.model.named_parameters()})  # type: ignore[union-attr]
+        clip_grad_norm_(pl_module.parameters(), CLIP)
+
+
+def test_callbacks_that_see_gradients_get_them_per_target_token_wherever_they_stand() -> None:
+    before, after, module = Clipping(), Clipping(), Recorded()
+    trainer = quiet_trainer(
+        callbacks=[before, PackedAttention(), after], max_epochs=1, accumulate_grad_batches=4, precision="64-true"
+    )
+    trainer.fit(module, Rows(*(pack_row(row, multiple=4) for row in ROWS[:4])))
+    ((raw, clipped),) = expected_steps([flat(ROWS[:4])])
+    assert largest_difference(raw, clipped) > 1e-2
+    assert largest_difference(before.given[0], raw) < 1e-6
+    assert largest_difference(after.given[0], clipped) < 1e-6
+    kinds = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    assert kinds == ["PackedAttention", "TokenNormalizedGradients", "PackingMonitor", "Clipping", "Clipping"]
 
 
 class Summed(Recorded):

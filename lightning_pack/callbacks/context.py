@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -40,6 +41,12 @@ class ContextParallel:
         self._evaluation = self._training
         if layout.evaluation.context != layout.context:
             self._evaluation = ContextGroup.of(layout.evaluation, rank=rank, world_size=world_size)
+        #: Whether of training (True) and of evaluation (False) the first row of this run was compared.
+        self._compared: set[bool] = set()
+
+    def begin(self) -> None:
+        """A run begins: its data may be other data, whose first rows are compared again."""
+        self._compared.clear()
 
     def serves(self, layout: ParallelLayout) -> bool:
         """Whether the groups are those of a layout in the processes of now."""
@@ -49,14 +56,42 @@ class ContextParallel:
         """The ranks that share a row at present; None where a rank has whole rows."""
         return self._training if trainer.training else self._evaluation
 
+    @property
+    def largest(self) -> ContextGroup | None:
+        """That of training or of evaluation, whichever has more ranks: what it can compute, both can."""
+        return max(self._training, self._evaluation, key=lambda group: 1 if group is None else group.size)
+
     def cut(self, batch: Any, trainer: Trainer) -> Any:
-        """The part of a row that is this rank's; anything else as it is."""
+        """The part of a row that is this rank's; anything else as it is.
+
+        Raises:
+            ValueError: if the ranks that share a row got different ones; told by the first of training and of evaluation.
+        """
         group = self.group(trainer)
         if group is None or not isinstance(batch, PackedBatch) or isinstance(batch, ContextSlice):
             return batch
+        if trainer.training not in self._compared:
+            _require_one_row(batch, group)
+            self._compared.add(trainer.training)
         layout = self._layout if trainer.training else self._layout.evaluation
         part = ContextSlice.of(batch, layout=layout, rank=group.rank, group=group.process_group)
         return part.pin_memory() if batch.input_ids.is_pinned() else part
+
+
+def _require_one_row(batch: PackedBatch, group: ContextGroup) -> None:
+    """Refuse parts of different rows, whose attention would mean nothing: a collective of the ranks that share a row."""
+    ids, boundaries = batch.input_ids.cpu().numpy(), batch.cu_seqlens_padded.tolist()
+    own = (hashlib.sha256(ids.tobytes()).hexdigest(), boundaries, batch.source_keys[:1])
+    rows: list[Any] = [None] * group.size
+    dist.all_gather_object(rows, own, group=group.process_group)
+    if any(row != own for row in rows):
+        raise ValueError(
+            f"ranks {', '.join(map(str, group.ranks))} share a row, and their loaders gave them different ones (of "
+            f"{', '.join(str(boundaries[-1]) for _, boundaries, _ in rows)} tokens, which begin with "
+            f"{', '.join(map(repr, (key for _, _, keys in rows for key in keys)))}): deal the data out by "
+            "ParallelLayout.data_parallel(rank, world_size=...), as EnergonPackDataModule does, with "
+            "Trainer(use_distributed_sampler=False), since Lightning deals a DataLoader out over all ranks"
+        )
 
 
 def _check_strategy(trainer: Trainer, layout: ParallelLayout) -> None:
@@ -65,8 +100,9 @@ def _check_strategy(trainer: Trainer, layout: ParallelLayout) -> None:
     # These are DDP strategies by name only.
     if not known or isinstance(strategy, DeepSpeedStrategy | XLAStrategy):
         raise ValueError(
-            f"context={layout.context}: gradients over context-parallel ranks are known to be right with DDPStrategy and "
-            f"ModelParallelStrategy only, and this is {type(strategy).__name__}: use one of these, or context=1"
+            f"context={layout.context}, eval_context={layout.evaluation.context}: rows over several ranks are known to be "
+            f"right with DDPStrategy and ModelParallelStrategy only, and this is {type(strategy).__name__}: use one of "
+            "these, or set both to 1"
         )
     if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None:
         size = strategy.device_mesh["tensor_parallel"].size()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pack.collated.row import packed_row
-from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy
+from lightning_pack.target_window import LossKind, TargetWindow, refuse_strategy, refuse_unaveraged
 
 _OFF = "or switch this off with PackedAttention(token_normalization=False)"
 
@@ -23,7 +23,8 @@ class TokenNormalizedGradients(Callback):
     """Gradients per target token, exact over accumulation and data-parallel ranks, and before clipping.
 
     Costs one all-reduce of one number per optimizer step and no device sync. Modules that optimize manually call a
-    :class:`~lightning_pack.token_normalizer.TokenNormalizer` themselves.
+    :class:`~lightning_pack.token_normalizer.TokenNormalizer` themselves. Callbacks before this one in the trainer's list
+    see, or clip, gradients as they are before; where :class:`~.attention.PackedAttention` adds it, there are none.
 
     Args:
         loss: what ``training_step`` returns: ``"mean"`` over the target tokens of its batch (what transformers models return),
@@ -53,6 +54,7 @@ class TokenNormalizedGradients(Callback):
                 "PackedAttention(token_normalization=False), or use automatic optimization"
             )
         refuse_strategy(trainer.strategy, way_out=_OFF)
+        refuse_unaveraged(pl_module, trainer.strategy, way_out=_OFF)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with an empty window: gradients of a window that was cut by a checkpoint are gone as well."""

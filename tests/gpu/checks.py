@@ -6,13 +6,17 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_pack.attention import ActivatedModel, Backend, THDInputs, leaking_sources
+from lightning_pack import ContextSlice, ParallelLayout
+from lightning_pack.attention import ActivatedModel, Backend, ContextGroup, THDInputs, leaking_sources
 from lightning_pack.row import PackedBatch
+from tests.context_ranks import LENGTHS as CUT_LENGTHS
+from tests.context_ranks import row_of
 from tests.gpu.device import poison
 from tests.gpu.waits import counted_waits
 from tests.reference_attention import reference_attention
@@ -74,6 +78,38 @@ def reference_of(row: Sequence[Tensor], lengths: Sequence[int], *, window: int |
             gradients = torch.autograd.grad(out, leaves, row[3][:, queries].double())
             parts.append([tensor.float() for tensor in (out.detach(), *gradients)])
     return [torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Together(ContextGroup):
+    """A group whose ranks are this process, one after the other; it gathers what it is made with."""
+
+    gathered: Any = None
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gathered
+
+
+def results_over_ranks(
+    backend: Backend, context: int, *, device: torch.device, dtype: torch.dtype, window: int | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of a row of which each context-parallel rank computed its part, and those by the formulas."""
+    layout = ParallelLayout(context=context)
+    cut = row_of(CUT_LENGTHS, layout).to(device)
+    row = random_row(cut.width, Heads(queries=4, keys=2), device=device, dtype=dtype)
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in row[:3]]
+    parts = [ContextSlice.of(cut, layout=layout, rank=rank) for rank in range(context)]
+    places = torch.cat([part.indices for part in parts])
+    outputs = []
+    for rank, part in enumerate(parts):
+        gathered = (key[places], value[places])
+        backend.context = Together(rank=rank, ranks=tuple(range(context)), process_group=None, gathered=gathered)
+        held = (tensor[part.indices] for tensor in leaves)
+        outputs.append(backend(*held, inputs=THDInputs.of(part), window=window, scale=query.shape[2] ** -0.5, training=True))
+    backend.context = None
+    out = torch.zeros_like(query).index_copy(0, places, torch.cat(outputs))
+    reference = reference_of(row, cut.cu_seqlens_padded.diff().tolist(), window=window)
+    return [out.detach(), *torch.autograd.grad(out, leaves, row[3])], reference
 
 
 def largest_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

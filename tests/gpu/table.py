@@ -7,6 +7,7 @@ ways to compute them: every source padded to the longest, and one row under a ma
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import platform
 import subprocess
@@ -243,6 +244,9 @@ def _ratio(ours: Cost | None, theirs: Cost | str) -> str:
 
 def _tests(limit: float) -> str | None:
     """Run the checks; what failed, or None."""
+    # They run in a process of their own, from which memory that this one keeps for later would be missing.
+    gc.collect()
+    torch.cuda.empty_cache()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=limit, check=False)
