@@ -23,7 +23,7 @@ _COMMANDS = {
     "fit": "train a model on packed rows; --ckpt_path FILE goes on exactly where a run stopped",
     "validate": "evaluate on the split val",
     "test": "evaluate on the split test",
-    "prepare": "turn a .jsonl file, or Python's own documentation, into a dataset",
+    "prepare": "turn a .jsonl file, Python's own documentation, or captioned images into a dataset",
     "prepack": "write packed rows once, to train on them as they are; check those that are written",
     "convert": "turn packed rows of other systems into ours, or ours into theirs",
     "plan": "find out which packing suits a dataset, by dry runs over the lengths of its samples",
@@ -131,16 +131,25 @@ def _prepare(args: list[str]) -> None:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("source", help="'stdlib' for the documentation of this Python, or a file with one JSON object a line")
+    parser.add_argument(
+        "source",
+        help="'stdlib' for the documentation of this Python, 'skimage' for the captioned images of scikit-image, or a file "
+        "with one JSON object a line",
+    )
     parser.add_argument("out", help="folder of the dataset; msc://PROFILE/... for one in an object store")
     parser.add_argument("--val-fraction", type=float, metavar="F", help="share of the records for validation (default: 0.05)")
     parser.add_argument("--shards", type=int, metavar="N", help="training shards, at most (default: 8)")
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was prepared with other settings")
     parser.add_argument("--no-progress", action="store_false", dest="progress", help="no progress bar")
-    stdlib = parser.add_argument_group("with 'stdlib'")
-    stdlib.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the tokenizer that is trained (default: 4096)")
+    stdlib = parser.add_argument_group("with 'stdlib' and 'skimage'")
+    stdlib.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer that is trained (default: 4096; 1024)"
+    )
     jsonl = parser.add_argument_group("with a file")
     jsonl.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (required)")
+    jsonl.add_argument(
+        "--vision", metavar="FAMILY", help="chats have images, for a vision-language model such as qwen3_vl (DIR is its folder)"
+    )
     jsonl.add_argument(
         "--on-bad-line",
         choices=("error", "skip"),
@@ -148,11 +157,17 @@ def _prepare(args: list[str]) -> None:
     )
     options = vars(parser.parse_args(args))
     source, out = options.pop("source"), options.pop("out")
-    other = {"stdlib": ("tokenizer", "on_bad_line")}.get(source, ("vocab_size",))
+    own = source in ("stdlib", "skimage")
+    other = ("tokenizer", "on_bad_line", "vision") if own else ("vocab_size",)
     for name in other:
         if name in options:
-            kind = "a file" if source == "stdlib" else "'stdlib'"
+            kind = "a file" if own else "'stdlib'"
             parser.error(f"--{name.replace('_', '-')} is not used here: it goes with {kind}, and the source is {source!r}")
+    if source == "skimage":
+        from lightning_pack.prepare import prepare_skimage
+
+        print(prepare_skimage(out, **options).summary())
+        return
     if source == "stdlib":
         from lightning_pack.prepare import prepare_stdlib
 

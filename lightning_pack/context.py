@@ -62,6 +62,11 @@ class ContextSlice(PackedBatch):
         """
         if isinstance(batch, ContextSlice):
             raise ValueError(f"the row is cut already, this is the part of rank {batch.rank} of {batch.context}: cut rows once")
+        if batch.media:
+            raise ValueError(
+                f"the row has {', '.join(batch.media)}, and its placeholders would be cut apart from their features: train "
+                "with images on context=1"
+            )
         if not 0 <= rank < layout.context:
             raise ValueError(f"context-parallel rank {rank} does not exist: there are {layout.context}")
         indices = layout.context_slices(batch.cu_seqlens_padded, width=batch.width)[rank].to(batch.input_ids.device)

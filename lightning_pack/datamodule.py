@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.agreement import Agreement
-from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
+from lightning_pack.encoders import Encoder, RecordEncoder, VisionChatEncoder, load_tokenizer
 from lightning_pack.energon import (
     ExactLoader,
     PassLoader,
@@ -31,6 +31,7 @@ from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
+from lightning_pack.policy_checks import check_encoder
 from lightning_pack.progress import TrainingProgress
 from lightning_pack.resume import ResumeError, no_position
 from lightning_pack.search_loader import SearchLoader
@@ -64,7 +65,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
         packs_per_batch: packs joined to one row.
         seed: of the order in which samples are read.
         val_path: another dataset to validate on; a single ``.jsonl`` file has no ``val`` split of its own.
-        prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use.
+        vision: family of a vision-language model, such as ``"qwen3_vl"``: chats may then have images, and the folder of the
+            tokenizer holds an image processor too (:class:`~lightning_pack.encoders.VisionChatEncoder`).
+        prepare: ``"stdlib"`` makes the example dataset at ``path`` on first use, ``"skimage"`` that of captioned images.
         encoder: turns records into sources; None understands chats, prompt/completion pairs and plain text.
         group_by: a field of the records, such as ``"language"``: sources that differ in it do not share a pack. An encoder of
             your own sets ``EncodedSource.group`` instead.
@@ -97,7 +100,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         packs_per_batch: int = 1,
         seed: int = 0,
         val_path: str | Path | None = None,
-        prepare: Literal["stdlib"] | None = None,
+        vision: str | None = None,
+        prepare: Literal["stdlib", "skimage"] | None = None,
         encoder: Encoder | None = None,
         group_by: str | None = None,
         epochs: int | None = None,
@@ -119,6 +123,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         if encoder is not None and tokenizer is not None:
             raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
+        if vision is not None and (encoder is not None or not isinstance(tokenizer, str | Path | None)):
+            raise ValueError(
+                f"vision={vision!r} makes an encoder from the folder of a tokenizer and an image processor: give that folder "
+                "as tokenizer, or an encoder of your own and no vision"
+            )
+        if prepare not in (None, "stdlib", "skimage"):
+            raise ValueError(f"prepare={prepare!r} is not one of 'stdlib', 'skimage'")
         if group_by is not None and (packing.min_bins, packing.bins_multiple_of) != (None, 1):
             raise ValueError(
                 f"group_by={group_by!r} keeps sources apart, which packing.min_bins and packing.bins_multiple_of would move"
@@ -153,6 +164,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         #: Of rows that are replayed.
         self._row_encoder: RowEncoder | None = None
         self._group_by = group_by
+        self._vision = vision
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
 
@@ -180,12 +192,24 @@ class EnergonPackDataModule(pl.LightningDataModule):
         """Record -> source; or stored row -> row."""
         if self._row_encoder is not None:
             return self._row_encoder
+        if self._encoder is None and self._vision is not None:
+            # Checked above: a tokenizer that is loaded brings no image processor.
+            assert not isinstance(self._tokenizer_from, PreTrainedTokenizerBase)
+            set_retry(self.storage_retry)
+            folder = local_folder(self._tokenizer_from)
+            self._encoder = VisionChatEncoder(folder, family=self._vision, group_by=self._group_by)
         if self._encoder is None:
             self._encoder = RecordEncoder(self.tokenizer, group_by=self._group_by)
         return self._encoder
 
     def prepare_data(self) -> None:
         """Make the example dataset, once, where ``prepare`` asks for it."""
+        if self.prepare == "skimage":
+            from lightning_pack.prepare import prepare_skimage, prepared
+
+            if prepared(self.path) is None:
+                rank_zero_info(f"Preparing the captioned images of scikit-image as a dataset in {self.path} (once)")
+                prepare_skimage(self.path)
         if self.prepare == "stdlib":
             from lightning_pack.prepare import prepare_stdlib, prepared
 
@@ -216,6 +240,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self._spread = Spread(
             rank=rank, ranks=ranks, num_workers=self.num_workers, timeout=self.worker_timeout, epochs=self.epochs
         )
+        check_encoder(self._asked, self.encoder)
         self.options = StreamOptions(
             path=self.path,
             encoder=self.encoder,

@@ -31,7 +31,10 @@ from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
 
 #: Why a source is dropped or cut; any other reason is counted as ``other``.
-REASONS = ("overlength", "truncated", "no_targets", "empty", "corrupt", "encoder_error", "damaged", "uneven_ranks", "other")
+REASONS = (
+    *("overlength", "truncated", "no_targets", "empty", "corrupt", "encoder_error", "damaged", "uneven_ranks"),
+    *("image", "media_budget", "other"),
+)
 #: Those that mean that a source, or its end, was too long for a row.
 _TOO_LONG = ("overlength", "truncated")
 #: Names of the first elements of :attr:`PackingMetrics.counts`, in order.

@@ -27,7 +27,7 @@ class RowTensors(Protocol):
 
 
 def model_arguments(row: RowTensors, model: nn.Module | None = None) -> dict[str, Any]:
-    """Keyword arguments of a transformers causal model, boundaries physical.
+    """Keyword arguments of a transformers causal model, boundaries physical; those of images and the like where it has any.
 
     Args:
         row: the row, or a part of it.
@@ -43,6 +43,7 @@ def model_arguments(row: RowTensors, model: nn.Module | None = None) -> dict[str
         "max_length_q": row.max_seqlen,
         "max_length_k": row.max_seqlen,
         "use_cache": False,
+        **getattr(row, "media", {}),
     }
     if model is not None and takes_padding_mask(model):
         arguments["padding_mask"] = row.padding_mask()

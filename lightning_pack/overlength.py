@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from lightning_pack.media_budget import MediaBudget
 from lightning_pack.row import IGNORE, EncodedSource, LeftOut
 
 Overlength = Literal["drop", "truncate", "split", "error"]
+
+
+#: On media.
+_NO_LIMIT = MediaBudget()
 
 
 class OverlengthError(ValueError):
@@ -22,17 +27,31 @@ def too_long(what: str, length: int, *, capacity: int) -> OverlengthError:
     )
 
 
-def admitted(source: EncodedSource, *, capacity: int, rule: Overlength) -> list[EncodedSource]:
+def admitted(source: EncodedSource, *, capacity: int, rule: Overlength, budget: MediaBudget = _NO_LIMIT) -> list[EncodedSource]:
     """What may enter the buffer in place of ``source``: itself, pieces of it, or the marker of its absence.
 
     Raises:
-        OverlengthError: under the rule ``"error"``, for a source that fits in no row.
+        OverlengthError: under the rule ``"error"``, for a source that fits in no row; under ``"truncate"`` and ``"split"``, for
+            one with media.
     """
     if source.left_out is not None and not len(source):
         return [source]
     length = len(source)
     if not length:
         return [EncodedSource.dropped(source.key, "empty")]
+    if length > capacity and source.has_media and rule in ("truncate", "split"):
+        raise OverlengthError(
+            f"sample {source.key!r} has {length} tokens, more than capacity={capacity}, and images, so overlength={rule!r} "
+            "cannot cut it: raise the capacity, make its images smaller, or choose overlength='drop'"
+        )
+    if not budget.allows(source.media_tokens, source.media_bytes):
+        if rule == "error":
+            raise OverlengthError(
+                f"the images of sample {source.key!r} have {source.media_tokens} tokens and become {source.media_bytes} bytes, "
+                f"more than max_media_tokens={budget.tokens} or max_media_bytes={budget.nbytes}: raise the limit, make its "
+                "images smaller, or choose overlength='drop'"
+            )
+        return [EncodedSource.dropped(source.key, "media_budget", length)]
     if length > capacity:
         if rule == "error":
             raise too_long(f"sample {source.key!r}", length, capacity=capacity)

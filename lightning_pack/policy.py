@@ -17,6 +17,7 @@ from lightning_pack import binning
 from lightning_pack.binning import Groups
 from lightning_pack.carry import Candidates, closed_rows, exact_fill, fullest_half
 from lightning_pack.layout import RowLayout
+from lightning_pack.media_budget import MediaBudget, within_budget
 from lightning_pack.overlength import Overlength, OverlengthError, admitted, too_long
 from lightning_pack.policy_checks import check_settings
 from lightning_pack.row import EncodedSource, Pack
@@ -63,6 +64,11 @@ class PackingPolicy:
         balance: ``"quadratic"`` lets all loader workers, on all ranks, emit packs of about the same sum of squared lengths in
             the same step, without communication. Attention costs as much.
         window: packs that each loader worker holds to that end. None means 64.
+        max_media_tokens: most placeholders of images and the like in a pack; a source with more is left out as
+            ``media_budget``, or ends the run under ``overlength="error"``. This and the next three need an encoder with media.
+        max_media_bytes: most bytes of the tensors that a pack's media become, such as pixels.
+        buffer_media_tokens: the buffer takes no further source once it holds so many placeholders, whatever ``buffer_size`` is.
+        buffer_media_bytes: the same for the bytes of media that wait in it, encoded as they are in the data.
         seed: of the order in which the packs that leave a buffer together are emitted. The longest-first packers would
             otherwise end with the short sources each time. ``"concatenative"`` keeps the order of arrival and refuses a seed.
 
@@ -93,6 +99,10 @@ class PackingPolicy:
     delta: int = 0
     balance: Balance | None = None
     window: int | None = None
+    max_media_tokens: int | None = None
+    max_media_bytes: int | None = None
+    buffer_media_tokens: int | None = None
+    buffer_media_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -120,6 +130,11 @@ class PackingPolicy:
     def window_tokens(self) -> int:
         """Bound of the tokens in the packs that a loader worker holds to balance them: a window, and the one that leaves."""
         return 0 if self.balance is None else (self.window_size + 1) * self.capacity
+
+    @property
+    def media_budget(self) -> MediaBudget:
+        """Limits on the media of a pack."""
+        return MediaBudget(tokens=self.max_media_tokens, nbytes=self.max_media_bytes)
 
     @property
     def row_width(self) -> int | None:
@@ -167,6 +182,7 @@ class PackingPolicy:
         *,
         ages: Sequence[int] | None = None,
         keys: Sequence[Hashable] | None = None,
+        media: Sequence[tuple[int, int]] | None = None,
         final: bool = False,
     ) -> Groups:
         """Groups of indices into ``lengths`` that leave the buffer now; all of them without carry-over, or where ``final``.
@@ -175,6 +191,7 @@ class PackingPolicy:
             lengths: real tokens of the sources in the buffer, in order of arrival.
             ages: sources read since each was; None means all are new.
             keys: sources with different keys do not share a pack.
+            media: placeholders and bytes of the media of each source, each within the budget of a pack; None means none.
             final: whether no more sources come.
 
         Raises:
@@ -195,6 +212,18 @@ class PackingPolicy:
             capacity=self.capacity,
             max_sources=self.max_sources,
         )
+        groups = self._groups(buffer, final=final)
+        if media is None or not self.media_budget.limits:
+            return groups
+        return within_budget(
+            groups,
+            budget=self.media_budget,
+            costs=media,
+            must_leave=[final or not self.carry_over or age >= buffer.old for age in buffer.ages],
+            in_order=self.packer == "concatenative",
+        )
+
+    def _groups(self, buffer: Candidates, *, final: bool) -> Groups:
         if not self.carry_over:
             return self._whole(buffer, final=final)
         if self.packer == "exact_fill":
@@ -256,9 +285,10 @@ class PackingPolicy:
         """What may enter the buffer in place of ``source``: itself, pieces of it, or the marker of its absence.
 
         Raises:
-            OverlengthError: under ``overlength="error"``, for a source that fits in no row.
+            OverlengthError: under ``overlength="error"``, for a source that fits in no row; under ``"truncate"`` and
+                ``"split"`` for one with media, which is never cut.
         """
-        return admitted(source, capacity=self.capacity, rule=self.overlength)
+        return admitted(source, capacity=self.capacity, rule=self.overlength, budget=self.media_budget)
 
     def select(
         self,
@@ -285,6 +315,7 @@ class PackingPolicy:
             [len(buffer[i]) for i in usable],
             ages=None if ages is None else [ages[i] for i in usable],
             keys=[buffer[i].group for i in usable],
+            media=[(buffer[i].media_tokens, buffer[i].media_bytes) for i in usable],
             final=final,
         )
         groups = [[buffer[usable[i]] for i in group] for group in chosen]

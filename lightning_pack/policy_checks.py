@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_pack import binning
 
 if TYPE_CHECKING:
     from lightning_pack.policy import PackingPolicy
 
+#: Settings that limit media.
+MEDIA_LIMITS = ("max_media_tokens", "max_media_bytes", "buffer_media_tokens", "buffer_media_bytes")
 _WHOLE_BUFFER = "carry_over=False, which packs a buffer as a whole"
 
 
@@ -46,9 +48,10 @@ def _check_ranges(policy: PackingPolicy) -> None:
     for name, least in (
         *(("capacity", 1), ("buffer_size", 1), ("multiple", 1), ("max_sources", 1), ("min_bins", 1)),
         *(("bins_multiple_of", 1), ("delta", 0), ("window", 2), ("seed", 0)),
+        *((name, 1) for name in MEDIA_LIMITS),
     ):
         value = getattr(policy, name)
-        if value is None and name in ("max_sources", "min_bins", "window"):
+        if value is None and name in ("max_sources", "min_bins", "window", *MEDIA_LIMITS):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
@@ -86,6 +89,12 @@ def _check_use(policy: PackingPolicy) -> None:
         value = getattr(policy, name)
         if value is not None and not used and (name, value) != ("bins_multiple_of", 1):
             raise ValueError(f"{name}={value!r} is used with {where} only")
+    for name in ("max_media_tokens", "max_media_bytes"):
+        if getattr(policy, name) is not None and (policy.min_bins, policy.bins_multiple_of) != (None, 1):
+            raise ValueError(
+                f"{name}={getattr(policy, name)} makes more packs of some, which min_bins={policy.min_bins} and "
+                f"bins_multiple_of={policy.bins_multiple_of} count: leave out the one or the other"
+            )
     if policy.fixed_boundaries and (policy.row_width is None or policy.max_sources is None):
         raise ValueError(
             f"fixed_boundaries=True with width={policy.width!r} and max_sources={policy.max_sources}: rows of one shape need a "
@@ -96,3 +105,37 @@ def _check_use(policy: PackingPolicy) -> None:
             raise ValueError(f"seed={policy.seed} is not used by algorithm='concatenative', which keeps the order of arrival")
         if policy.balance is not None:
             raise ValueError(f"balance={policy.balance!r} changes the order of arrival, which algorithm='concatenative' keeps")
+
+
+def check_encoder(policy: PackingPolicy, encoder: Any) -> None:
+    """Check that the settings are of use with an encoder, and do not ask for what it cannot do.
+
+    Raises:
+        ValueError: for limits of media where there are none, and rules that would cut sources with media.
+    """
+    if getattr(encoder, "has_media", False):
+        if policy.overlength in ("truncate", "split"):
+            raise ValueError(
+                f"overlength={policy.overlength!r} would cut sources, and one with images is never cut, since placeholders and "
+                "pixels would not match any more: choose overlength='drop' or 'error'"
+            )
+        return
+    for name in MEDIA_LIMITS:
+        if getattr(policy, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(policy, name)} limits images and the like, which {type(encoder).__name__} does not give: "
+                "leave it out, or take an encoder with media, such as VisionChatEncoder"
+            )
+
+
+def refuse_media(encoder: Any, what: str) -> None:
+    """Check that an encoder gives tokens alone.
+
+    Raises:
+        ValueError: for one with media, naming ``what`` cannot take them.
+    """
+    if getattr(encoder, "has_media", False):
+        raise ValueError(
+            f"{what} hold tokens and no images, and {type(encoder).__name__} gives images: pack while training (fit on the "
+            "dataset itself)"
+        )

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 
 def load_causal_lm(source: str | dict[str, Any], *, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with weights of ``dtype``.
+    """A causal language model with weights of ``dtype``; with its vision encoder, where it has one.
 
     Args:
         source: a local folder that ``save_pretrained`` wrote, or a configuration as a dict with ``model_type``; its weights are
@@ -25,13 +25,22 @@ def load_causal_lm(source: str | dict[str, Any], *, dtype: torch.dtype) -> PreTr
         ValueError: for a folder that is none, an unknown ``model_type``, and fields that the model does not have.
     """
     if isinstance(source, dict):
-        return AutoModelForCausalLM.from_config(_config(source), dtype=dtype)
+        config = _config(source)
+        return _auto_class(type(config)).from_config(config, dtype=dtype)
     if not (Path(source) / "config.json").is_file():
         raise ValueError(
             f"model={source!r} is not a local folder with a config.json, and nothing is downloaded: save a model there with "
             "save_pretrained, or give a configuration as a dict with model_type"
         )
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    return _auto_class(type(config)).from_pretrained(source, dtype=dtype, local_files_only=True)
+
+
+def _auto_class(config: type) -> Any:
+    """For vision-language models that are no plain causal ones, the class that takes images."""
+    if config not in AutoModelForCausalLM._model_mapping and config in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -62,7 +71,7 @@ def _unknown_names(kind: type, values: dict[str, Any]) -> Iterator[str]:
     # their configuration does not declare, so the code of the model has a say.
     default = kind()
     known = {"rope_theta", "rope_scaling"} if hasattr(default, "rope_parameters") else set()
-    model = AutoModelForCausalLM._model_mapping.get(kind, None)
+    model = _auto_class(kind)._model_mapping.get(kind, None)
     code = inspect.getsource(sys.modules[model.__module__]) if isinstance(model, type) else ""
     for name in values:
         if name not in known and not hasattr(default, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", code):

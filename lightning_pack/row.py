@@ -31,6 +31,8 @@ from torch import Tensor
 
 from lightning_pack.boundaries import check_offsets
 from lightning_pack.layout import RowLayout
+from lightning_pack.media import Deferred, Media, PlainMedia, from_plain, joined, to_plain
+from lightning_pack.media import nbytes as media_nbytes
 from lightning_pack.model_arguments import model_arguments
 
 #: Label of a position that is no target (the convention of transformers and of torch's cross entropy).
@@ -41,7 +43,7 @@ class LeftOut(NamedTuple):
     """A source that was dropped, or cut, and why."""
 
     key: str
-    #: ``overlength``, ``truncated``, ``no_targets``, ``empty``, ``corrupt``, ``encoder_error``.
+    #: ``overlength``, ``truncated``, ``no_targets``, ``empty``, ``corrupt``, ``encoder_error``, ``image``, ``media_budget``.
     reason: str
     #: Real tokens that are not trained on; 0 where the source never became tokens.
     tokens: int
@@ -65,6 +67,16 @@ class EncodedSource:
     left_out: LeftOut | None = None
     #: Sources of different groups do not share a pack.
     group: str | None = None
+    #: int64 ``[3, L]``: M-RoPE positions (time, height, width); None where text positions are all.
+    mrope: Tensor | None = None
+    #: Tensors that the model takes for images and the like, by the name of its argument.
+    media: Media = field(default_factory=dict)
+    #: Media that are made when a pack is chosen; None where :attr:`media` is complete.
+    deferred: Deferred | None = None
+    #: Tokens that stand for media.
+    media_tokens: int = 0
+    #: Bytes of :attr:`media`, also before they are made.
+    media_bytes: int = 0
     #: Set by Energon: how to read and encode this source again.
     __restore_key__: tuple[Any, ...] = ()
 
@@ -85,6 +97,31 @@ class EncodedSource:
     def news(self) -> list[LeftOut]:
         """What was left out of it, or instead of it."""
         return [] if self.left_out is None else [self.left_out]
+
+    @property
+    def has_media(self) -> bool:
+        """Whether images or the like belong to it; it is never cut then."""
+        return bool(self.media) or self.deferred is not None or self.media_tokens > 0
+
+    @property
+    def held_media(self) -> int:
+        """Bytes of media, encoded or not, that it holds now."""
+        return media_nbytes(self.media) + (0 if self.deferred is None else self.deferred.held)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it holds now: tokens, labels, positions and media."""
+        tensors = [self.input_ids, self.labels, *([] if self.mrope is None else [self.mrope])]
+        # Not nbytes: positions of texts are one row that is seen three times.
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors) + self.held_media
+
+    def completed(self) -> EncodedSource:
+        """The source with its media made.
+
+        Raises:
+            LeaveOut: if they cannot be made.
+        """
+        return self if self.deferred is None else self.deferred.complete(self)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -124,7 +161,8 @@ class PackedBatch:
     shift_labels: Tensor
     #: bool ``[1, T]``: ``shift_labels != -100``.
     loss_mask: Tensor
-    #: int64 ``[1, T]``: restart at 0 at each source, and at each gap.
+    #: int64 ``[1, T]``: restart at 0 at each source, and at each gap. ``[4, 1, T]`` where a source has M-RoPE positions: those
+    #: first, then time, height and width, each computed in its source; of gaps and other sources all four are those first.
     position_ids: Tensor
     #: int32 ``[N+1]``: cumulative real lengths.
     cu_seqlens: Tensor
@@ -139,17 +177,30 @@ class PackedBatch:
     ages: list[int]
     #: Sources dropped or cut since the previous pack.
     left_out: list[LeftOut]
+    #: Tensors of images and the like in source order, by the name of the model's argument; none of a row without.
+    media: Media = field(default_factory=dict)
+    #: For each of them, how many of its rows belong to each source.
+    media_rows: dict[str, list[int]] = field(default_factory=dict)
     #: Set by Energon.
     __restore_key__: tuple[Any, ...] = ()
 
     @classmethod
     def from_packs(cls, packs: Iterable[Pack], *, pad_id: int) -> PackedBatch:
-        """Concatenate packs into one physical row; gaps are filled with ``pad_id``."""
+        """Concatenate packs into one physical row; gaps are filled with ``pad_id``.
+
+        Raises:
+            ValueError: for sources whose media are not made yet, or do not go together, and for a layout of other sources.
+        """
         packs = list(packs)
         laid_out = [(pack, pack.layout) for pack in packs if pack.layout is not None]
         width = sum(layout.width for _, layout in laid_out)
         sources = [source for pack, _ in laid_out for source in pack.sources]
         keys = [source.key for source in sources]
+        for source in sources:
+            if source.deferred is not None:
+                raise ValueError(
+                    f"the media of sample {source.key!r} are still to be made: give source.completed() to the pack"
+                )
         real, physical = [0], [0]
         ages: list[int] = []
         spare = 0
@@ -174,7 +225,14 @@ class PackedBatch:
             # Also where an encoder says otherwise: it would be the target of the source before.
             labels[0, start] = IGNORE
         left_out = [gone for pack in packs for gone in pack.left_out]
-        return cls._of(input_ids, labels, real, physical, keys, ages, left_out, ())
+        mrope = None
+        if any(source.mrope is not None for source in sources):
+            mrope = np.repeat(_restarting(*_offsets(real, physical))[None], 3, axis=0)
+            for source, start in zip(sources, physical, strict=False):
+                if source.mrope is not None:
+                    mrope[:, start : start + len(source)] = source.mrope.numpy()
+        media, media_rows = joined([(source.key, source.media) for source in sources])
+        return cls._of(input_ids, labels, real, physical, keys, ages, left_out, (), mrope, media, media_rows)
 
     @classmethod
     def _of(
@@ -187,24 +245,26 @@ class PackedBatch:
         ages: list[int],
         left_out: list[LeftOut],
         restore_key: tuple[Any, ...],
+        mrope: np.ndarray | None,
+        media: Media,
+        media_rows: dict[str, list[int]],
     ) -> PackedBatch:
         """The row of these tokens: everything else follows from real and physical offsets."""
         # In numpy: torch would wake its threads for every one of these small operations.
         cu_seqlens = torch.tensor(real, dtype=torch.int32)
-        starts, lengths, padded = np.array(physical[:-1]), np.diff(real), np.diff(physical)
-        # Offset of each position in its own physical source, and how many of that source's tokens are real.
-        offset = np.arange(physical[-1]) - np.repeat(starts, padded)
-        length = np.repeat(lengths, padded)
+        padded = np.diff(physical)
+        offset, length = _offsets(real, physical)
         shifted = np.full(labels.shape, IGNORE)
         shifted[:, :-1] = labels.numpy()[:, 1:]
-        number = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), padded)
+        number = np.repeat(np.arange(1, len(padded) + 1, dtype=np.int32), padded)
         shift_labels = torch.from_numpy(shifted)
+        text = _restarting(offset, length)[None]
         batch = cls(
             input_ids=input_ids,
             labels=labels,
             shift_labels=shift_labels,
             loss_mask=torch.from_numpy(shifted != IGNORE),
-            position_ids=torch.from_numpy(np.where(offset < length, offset, offset - length))[None],
+            position_ids=torch.from_numpy(text if mrope is None else np.concatenate([text, mrope])[:, None]),
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=cu_seqlens if real == physical else torch.tensor(physical, dtype=torch.int32),
             max_seqlen=int(padded.max(initial=0)),
@@ -212,6 +272,8 @@ class PackedBatch:
             source_keys=source_keys,
             ages=ages,
             left_out=left_out,
+            media=media,
+            media_rows=media_rows,
         )
         batch.__restore_key__ = restore_key
         return batch
@@ -288,19 +350,44 @@ class PackedBatch:
                 if id(value) not in changed:
                     changed[id(value)] = change(value)
                 value = changed[id(value)]
+            elif f.name == "media":
+                value = {name: change(tensor) for name, tensor in value.items()}
             values[f.name] = value
         return type(self)(**values)
+
+
+def _offsets(real: list[int], physical: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Offset of each position in its own physical source, and how many of that source's tokens are real."""
+    starts, lengths, padded = np.array(physical[:-1], dtype=np.int64), np.diff(real), np.diff(physical)
+    return np.arange(physical[-1]) - np.repeat(starts, padded), np.repeat(lengths, padded)
+
+
+def _restarting(offset: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Text positions of :func:`_offsets`: they restart at each source and at each gap."""
+    return np.where(offset < length, offset, offset - length)
 
 
 def _send(batch: PackedBatch) -> tuple[Any, ...]:
     tokens = torch.cat([batch.input_ids, batch.labels]).numpy().tobytes()
     offsets = (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist())
-    return _receive, (tokens, *offsets, batch.source_keys, batch.ages, batch.left_out, batch.__restore_key__)
+    news = (batch.source_keys, batch.ages, batch.left_out, batch.__restore_key__)
+    mrope = None if batch.position_ids.ndim == 2 else batch.position_ids[1:, 0].numpy()
+    return _receive, (tokens, *offsets, news, mrope, to_plain(batch.media), batch.media_rows)
 
 
-def _receive(tokens: bytes, real: list[int], physical: list[int], *news: Any) -> PackedBatch:
+def _receive(
+    tokens: bytes,
+    real: list[int],
+    physical: list[int],
+    news: tuple[Any, ...],
+    mrope: np.ndarray | None,
+    media: PlainMedia,
+    media_rows: dict[str, list[int]],
+) -> PackedBatch:
     both = np.frombuffer(bytearray(tokens), dtype=np.int64).reshape(2, 1, -1)
-    return PackedBatch._of(torch.from_numpy(both[0]), torch.from_numpy(both[1]), real, physical, *news)
+    ids, labels = torch.from_numpy(both[0]), torch.from_numpy(both[1])
+    keys, ages, left_out, restore_key = news
+    return PackedBatch._of(ids, labels, real, physical, keys, ages, left_out, restore_key, mrope, from_plain(media), media_rows)
 
 
 # From a loader worker a row comes as one message: to share ten small tensors between processes costs more than to make them.

@@ -164,4 +164,5 @@ def test_fingerprint_names_every_setting() -> None:
     assert set(PackingPolicy(capacity=8).fingerprint()) == {
         "capacity", "algorithm", "buffer_size", "carry_over", "age_limit", "multiple", "width", "overlength", "max_sources",
         "fixed_boundaries", "min_bins", "bins_multiple_of", "delta", "balance", "window", "seed",
+        "max_media_tokens", "max_media_bytes", "buffer_media_tokens", "buffer_media_bytes",
     }  # fmt: skip

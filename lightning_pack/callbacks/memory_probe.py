@@ -98,6 +98,11 @@ class MemoryProbe:
                 + ": fit with a datamodule whose attribute packing is the PackingPolicy (EnergonPackDataModule), "
                 + _OFF
             )
+        if getattr(getattr(datamodule, "encoder", None), "has_media", False):
+            raise ValueError(
+                "probe_memory=True: the heaviest rows are made of text, and this encoder gives images, whose pixels would be "
+                f"missing from the measurement: bound them with max_media_tokens of the packing rules, {_OFF}"
+            )
         self.policy: PackingPolicy = policy
         self.packs_per_batch: int = getattr(datamodule, "packs_per_batch", 1)
         for model in find_models(pl_module):

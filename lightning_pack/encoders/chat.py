@@ -82,7 +82,7 @@ class ChatEncoder:
         """
         messages = read_messages(record)
         try:
-            ids, targets, _ = self._encode(messages)
+            ids, targets, _ = self.tokens(messages)
         except Exception as error:
             # A template is a program that may fail in any way on one record, as on a system message that it does not know.
             raise LeaveOut("corrupt", f"the chat template fails on sample {key!r}: {error}", "chat template fails") from error
@@ -110,7 +110,7 @@ class ChatEncoder:
         assert isinstance(text, str)
         return text
 
-    def _encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
+    def tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
         """Ids, whether each is a target, and the characters that each covers."""
         if self.marked:
             encoded: Any = self.tokenizer.apply_chat_template(
@@ -171,7 +171,7 @@ class ChatEncoder:
         Raises:
             TemplateError: if they differ.
         """
-        _, targets, offsets = self._encode(messages)
+        _, targets, offsets = self.tokens(messages)
         pieces = _pieces(text, offsets, targets)
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         found = len(pieces) == len(answers) and all(answer in piece for answer, piece in zip(answers, pieces, strict=True))

@@ -9,13 +9,15 @@ A record has exactly one of these forms; other fields are notes that no encoder 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from lightning_pack.encoders.base import LeaveOut
 
-#: One turn: ``{"role": "system" | "user" | "assistant", "content": str}``.
-Message: TypeAlias = dict[str, str]
+#: One turn: ``{"role": "system" | "user" | "assistant", "content": str}``; of chats with images the content is a list of parts.
+Message: TypeAlias = dict[str, Any]
+#: Checks a content, given what it is in words and what is wrong if it is blank; gives it as the chat template takes it.
+ReadContent: TypeAlias = Callable[[Any, str, str], Any]
 
 ROLES = ("system", "user", "assistant")
 
@@ -55,13 +57,40 @@ def read_text(record: Mapping[str, Any]) -> str:
     """
     if "text" not in record:
         raise LeaveOut("corrupt", f"the record has the fields {sorted(map(str, record))}: 'text' is needed", "no known fields")
-    return _checked(record["text"], "text", "empty text")
+    return checked_text(record["text"], "text", "empty text")
 
 
-def read_messages(record: Mapping[str, Any]) -> list[Message]:
+def checked_text(value: Any, what: str, problem: str) -> str:
+    """A content that is text.
+
+    Args:
+        value: the content.
+        what: it is, for the message.
+        problem: name of the fault of a blank text.
+
+    Raises:
+        LeaveOut: if it is no string, blank, or no text.
+    """
+    if not isinstance(value, str):
+        raise LeaveOut("corrupt", f"{what} is of type {type(value).__name__}, not a string", "content not a string")
+    if not value.strip():
+        raise LeaveOut("empty", f"{what} is blank", problem)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        code = value[error.start]
+        raise LeaveOut("corrupt", f"{what} has half a surrogate pair, {code!a}, which is no text", "broken unicode") from None
+    return value
+
+
+def read_messages(record: Mapping[str, Any], *, content: ReadContent = checked_text) -> list[Message]:
     """The checked turns of a record with ``messages``, or ``prompt`` and ``completion``.
 
     An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
+
+    Args:
+        record: of the dataset.
+        content: reads the content of a turn.
 
     Raises:
         LeaveOut: if the turns are missing, of wrong types or in a wrong order, blank, or contain no assistant turn.
@@ -77,20 +106,20 @@ def read_messages(record: Mapping[str, Any]) -> list[Message]:
                 "no known fields",
             )
         return [
-            {"role": "user", "content": _checked(record["prompt"], "prompt", "empty message")},
-            {"role": "assistant", "content": _checked(record["completion"], "completion", "empty answer")},
+            {"role": "user", "content": content(record["prompt"], "prompt", "empty message")},
+            {"role": "assistant", "content": content(record["completion"], "completion", "empty answer")},
         ]
     turns = record["messages"]
     if not isinstance(turns, list):
         raise LeaveOut("corrupt", f"'messages' is a {type(turns).__name__}, not a list", "messages not a list")
     if not turns:
         raise LeaveOut("empty", "'messages' is an empty list", "no messages")
-    messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    messages = [_message(turn, number, content) for number, turn in enumerate(turns, 1)]
     _check_order([message["role"] for message in messages])
     return messages
 
 
-def _message(turn: Any, number: int) -> Message:
+def _message(turn: Any, number: int, content: ReadContent) -> Message:
     if not isinstance(turn, Mapping):
         raise LeaveOut("corrupt", f"message {number} is a {type(turn).__name__}, not an object", "message not an object")
     role = turn.get("role")
@@ -104,7 +133,7 @@ def _message(turn: Any, number: int) -> Message:
             "unused fields",
         )
     problem = "empty answer" if role == "assistant" else "empty message"
-    return {"role": role, "content": _checked(turn.get("content"), f"the content of message {number}", problem)}
+    return {"role": role, "content": content(turn.get("content"), f"the content of message {number}", problem)}
 
 
 def _check_order(roles: list[str]) -> None:
@@ -125,16 +154,3 @@ def _check_order(roles: list[str]) -> None:
         raise LeaveOut(
             "corrupt", f"the last message is the {turns[-1]}'s, not the assistant's", "last message not the assistant's"
         )
-
-
-def _checked(value: Any, what: str, problem: str) -> str:
-    if not isinstance(value, str):
-        raise LeaveOut("corrupt", f"{what} is of type {type(value).__name__}, not a string", "content not a string")
-    if not value.strip():
-        raise LeaveOut("empty", f"{what} is blank", problem)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        code = value[error.start]
-        raise LeaveOut("corrupt", f"{what} has half a surrogate pair, {code!a}, which is no text", "broken unicode") from None
-    return value

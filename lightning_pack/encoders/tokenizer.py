@@ -60,8 +60,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """
     special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items()) if isinstance(token, str)}
     return {
-        "backend": _hash(_backend(tokenizer)),
-        "chat_template": None if tokenizer.chat_template is None else _hash(tokenizer.chat_template),
+        "backend": content_hash(_backend(tokenizer)),
+        "chat_template": None if tokenizer.chat_template is None else content_hash(tokenizer.chat_template),
         "special_tokens": {name: tokenizer.convert_tokens_to_ids(token) for name, token in special.items()},
         "vocab_size": len(tokenizer),
     }
@@ -95,5 +95,6 @@ def _slow_backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
-def _hash(value: Any) -> str:
+def content_hash(value: Any) -> str:
+    """Equal for equal plain values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

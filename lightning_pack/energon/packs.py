@@ -38,6 +38,8 @@ class PackStream:
     Args:
         dataset: sources, and markers of those that are left out.
         buffer_size: sources to choose from.
+        media_tokens: no further source is taken once the buffer holds so many placeholders of media; None is no limit.
+        media_bytes: the same for the bytes of media that it holds.
         select: buffer -> groups; sources in no group stay in the buffer; markers ride along.
         build: group -> pack (Energon's second hook).
         take_damaged: markers of the samples that could not be read since the last call.
@@ -50,6 +52,8 @@ class PackStream:
         dataset: SavableDataset[EncodedSource],
         *,
         buffer_size: int,
+        media_tokens: int | None,
+        media_bytes: int | None,
         select: Select,
         build: Callable[[list[EncodedSource]], Pack],
         take_damaged: Callable[[], list[EncodedSource]],
@@ -58,6 +62,7 @@ class PackStream:
     ) -> None:
         self.dataset = dataset
         self._buffer_size = buffer_size
+        self._media_tokens, self._media_bytes = media_tokens, media_bytes
         self._select, self._build = select, build
         self._take_damaged, self.repair = take_damaged, repair
         self._worker_config = worker_config
@@ -78,7 +83,7 @@ class PackStream:
             emitted, given = 0, b""
         while current.sources:
             # The stream goes on at a source or has ended: no marker is left that would find no pack to ride in.
-            ahead = self._peek(current, sources) if len(current.sources) >= self._buffer_size else None
+            ahead = self._peek(current, sources) if self._full(current, upto=self._buffer_size) else None
             groups = self._groups(current, final=ahead is None)
             place = {id(source): i for i, source in enumerate(current.sources)}
             chosen = [[place[id(source)] for source in group if len(source)] for group in groups]
@@ -155,11 +160,21 @@ class PackStream:
             self._worker_config.worker_pop_sample_index()
 
     def _fill(self, buffer: Buffer, sources: Iterator[EncodedSource], *, upto: int) -> None:
-        while len(buffer.sources) < upto and (source := self._take(sources, buffer)) is not None:
+        while not self._full(buffer, upto=upto) and (source := self._take(sources, buffer)) is not None:
             if not self._usable(source):
                 buffer.markers.append(source)
             elif not buffer.passes_over(source):
                 buffer.add(source)
+
+    def _full(self, buffer: Buffer, *, upto: int) -> bool:
+        if len(buffer.sources) >= upto:
+            return True
+        # One more is always taken, else what was carried over could hold up the stream.
+        if not buffer.new:
+            return False
+        return (
+            self._media_tokens is not None and sum(source.media_tokens for source in buffer.sources) >= self._media_tokens
+        ) or (self._media_bytes is not None and sum(source.held_media for source in buffer.sources) >= self._media_bytes)
 
     def _peek(self, current: Buffer, sources: Iterator[EncodedSource]) -> Buffer | None:
         """The buffer after this one, with its first new source; markers before that belong to this one."""

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass, stateless
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 
-from lightning_pack.encoders import LeaveOut
+from lightning_pack.encoders import LeaveOut, MediaRecord
 from lightning_pack.energon.reading import DamagedSample
 
 
@@ -19,13 +19,37 @@ class RawSample(Sample):
     """A crude sample as it was read: file extension -> content (bytes, or a JSON value that Energon parsed already)."""
 
     parts: dict[str, Any]
+    #: Where paths in it start from; None for samples that bring their files along.
+    folder: str | None = None
+
+
+#: Of the folder among the fields of a crude sample.
+_FOLDER = "__folder__"
 
 
 @stateless
 def cook(sample: CrudeSample) -> RawSample:
     """Keep the parts as they are; what cannot be parsed must become a marker, so parsing comes later."""
     parts = {name: value for name, value in sample.items() if not name.startswith("__")}
-    return RawSample(**basic_sample_keys(sample), parts=parts)
+    return RawSample(**basic_sample_keys(sample), parts=parts, folder=sample.get(_FOLDER))
+
+
+def media_record_of(sample: Sample) -> MediaRecord:
+    """The record and the files beside it, for an encoder with media.
+
+    Raises:
+        LeaveOut: as :func:`record_of`; as ``corrupt`` for a sample type with fields of its own.
+    """
+    if not isinstance(sample, RawSample | DamagedSample):
+        raise LeaveOut(
+            "corrupt",
+            f"it is a {type(sample).__name__}: images are read from crude samples, whose record lies in a .json part (class "
+            "CrudeWebdataset in .nv-meta/dataset.yaml), and from .jsonl files",
+        )
+    record = record_of(sample)
+    assert isinstance(sample, RawSample)
+    files = {name: content for name, content in sample.parts.items() if isinstance(content, bytes)}
+    return MediaRecord(record, files=files, folder=sample.folder)
 
 
 def parts_of(sample: Sample) -> Mapping[str, Any]:
@@ -68,11 +92,15 @@ def record_of(sample: Sample) -> Mapping[str, Any]:
 
 
 def keep_bad_lines(dataset: Any) -> None:
-    """Make Energon's reader of ``.jsonl`` files hand on a line that is no JSON as bytes; it would stop the run."""
-    load = dataset._load_sample
+    """Make Energon's reader of ``.jsonl`` files hand on a line that is no JSON as bytes; it would stop the run.
+
+    And tell each sample the folder of its file.
+    """
+    load, folder = dataset._load_sample, str(dataset.path.parent)
 
     def load_or_keep(sample: Any) -> Any:
         line = sample["json"]
+        sample[_FOLDER] = folder
         try:
             return load(sample)
         except ValueError:

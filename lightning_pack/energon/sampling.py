@@ -6,11 +6,12 @@ import contextlib
 import io
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from lightning_pack.energon.dataset import StreamOptions, has_end, open_evaluation_share, open_share
 from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.worker import Whereabouts
-from lightning_pack.row import LeftOut
+from lightning_pack.row import EncodedSource, LeftOut
 
 #: Sources that ``algorithm="auto"`` looks at.
 MOST_SAMPLED = 2048
@@ -24,6 +25,9 @@ class SampledSources:
         lengths: real tokens of each, in the order of reading.
         groups: their group keys.
         splittable: whether each is a plain text, which may be cut in pieces.
+        held: bytes that each holds while it waits beyond its ids and labels: positions and encoded media.
+        media_tokens: placeholders in each.
+        media_bytes: of the tensors that the media of each become.
         left_out: what was dropped or cut, and why; with the tokens where they are known.
         whole: whether these are all sources of a share that has an end.
     """
@@ -31,8 +35,29 @@ class SampledSources:
     lengths: list[int]
     groups: list[str | None]
     splittable: list[bool]
+    held: list[int]
+    media_tokens: list[int]
+    media_bytes: list[int]
     left_out: list[LeftOut]
     whole: bool
+
+
+class _Taken(NamedTuple):
+    length: int
+    group: str | None
+    splittable: bool
+    held: int
+    media_tokens: int
+    media_bytes: int
+    left_out: LeftOut | None
+
+    @classmethod
+    def of(cls, source: EncodedSource) -> _Taken:
+        held = source.held - source.input_ids.nbytes - source.labels.nbytes
+        return cls(
+            *(len(source), source.group, source.splittable, max(held, 0), source.media_tokens, source.media_bytes),
+            source.left_out,
+        )
 
 
 def sample_sources(
@@ -65,14 +90,17 @@ def sample_sources(
         share.worker_config.worker_activate(0)
         try:
             # Without their tokens: they may be long.
-            taken = [(len(s), s.group, s.splittable, s.left_out) for s in islice(share.dataset, most)]
+            taken = [_Taken.of(source) for source in islice(share.dataset, most)]
         finally:
             share.worker_config.worker_deactivate()
-    usable = [source for source in taken if source[0]]
+    usable = [source for source in taken if source.length]
     return SampledSources(
-        lengths=[length for length, *_ in usable],
-        groups=[group for _, group, *_ in usable],
-        splittable=[splittable for _, _, splittable, _ in usable],
-        left_out=[gone for *_, gone in taken if gone is not None],
+        lengths=[source.length for source in usable],
+        groups=[source.group for source in usable],
+        splittable=[source.splittable for source in usable],
+        held=[source.held for source in usable],
+        media_tokens=[source.media_tokens for source in usable],
+        media_bytes=[source.media_bytes for source in usable],
+        left_out=[source.left_out for source in taken if source.left_out is not None],
         whole=finite and len(taken) < most,
     )

@@ -26,6 +26,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         policy: the packing rules.
         select: buffer -> groups (Energon's first hook).
         build: group -> pack (Energon's second hook).
+        complete: gives a pack that leaves the media of its sources; only then, since they are large.
         batch: packs -> row.
         packs_per_batch: packs in a row; only the last row of a finite stream may have fewer.
         take_damaged: markers of the samples that could not be read since the last call.
@@ -40,6 +41,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         policy: PackingPolicy,
         select: Select,
         build: Callable[[list[EncodedSource]], Pack],
+        complete: Callable[[Pack], Pack],
         batch: Callable[[Sequence[Pack]], PackedBatch],
         packs_per_batch: int,
         take_damaged: Callable[[], list[EncodedSource]],
@@ -48,7 +50,7 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self._policy = policy
-        self._select, self._build, self._batch = select, build, batch
+        self._select, self._build, self._complete, self._batch = select, build, complete, batch
         self._packs_per_batch = packs_per_batch
         #: Markers of the samples that could not be read since the last call.
         self.take_damaged = take_damaged
@@ -59,9 +61,12 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
         """Stand at the beginning."""
         self._origin: StagePosition | None = None
         self._position: StagePosition | None = None
+        self._news: list[LeftOut] = []
         self._stream = PackStream(
             self.dataset,
             buffer_size=self._policy.buffer_size,
+            media_tokens=self._policy.buffer_media_tokens,
+            media_bytes=self._policy.buffer_media_bytes,
             select=self._select,
             build=self._build,
             take_damaged=self.take_damaged,
@@ -71,8 +76,8 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
 
     @property
     def orphans(self) -> list[LeftOut]:
-        """What was left out of a finite stream in which nothing can be trained on."""
-        return self._stream.orphans
+        """What was left out of a finite stream behind its last row, or where it has none."""
+        return self._news + self._stream.orphans
 
     @property
     def position(self) -> StagePosition:
@@ -97,14 +102,26 @@ class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):
 
     def __iter__(self) -> Iterator[PackedBatch]:
         packs: list[Pack] = []
+        after = self._position
         for each in self._packs():
-            packs.append(each.pack)
+            pack = self._complete(each.pack)
+            if pack.layout is None:
+                # None of its images could be read: it is no row, and what it tells rides in the next pack.
+                self._news += pack.left_out
+                continue
+            pack.left_out[:0], self._news = self._news, []
+            packs.append(pack)
+            after = each.after
             if len(packs) == self._packs_per_batch:
-                self._position = each.after
-                yield self._batch(packs)
+                self._position = after
+                row = self._batch(packs)
+                # The row has copies of the pixels in them.
                 packs = []
+                del pack
+                yield row
+                del row
         if packs:
-            self._position = each.after
+            self._position = after
             yield self._batch(packs)
 
     def _packs(self) -> Iterator[Emitted]:

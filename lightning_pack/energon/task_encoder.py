@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from megatron.energon import (
@@ -27,13 +27,15 @@ from megatron.energon.wrappers import ShuffleBufferDataset
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_pack.encoders import Encoder, LeaveOut, TemplateError
+from lightning_pack.energon.outage import StorageError
 from lightning_pack.energon.randomness import number_of, seed_for
 from lightning_pack.energon.reading import OnDamaged, Reading
-from lightning_pack.energon.records import cook, keep_bad_lines, parts_of, record_of
+from lightning_pack.energon.records import cook, keep_bad_lines, media_record_of, parts_of, record_of
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, Pack, PackedBatch
+from lightning_pack.policy_checks import check_encoder
+from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         whereabouts: Whereabouts | None = None,
     ) -> None:
         super().__init__()
+        check_encoder(policy, encoder)
         self.encoder = encoder
         self.policy = policy
         self._shuffle_buffer_size = shuffle_buffer_size
@@ -98,8 +101,10 @@ class PackTaskEncoder(DefaultTaskEncoder):
         self._on_damaged = on_damaged
         self._whereabouts = whereabouts or Whereabouts()
         self._reading: Reading | None = None
-        self._record_of = parts_of if getattr(encoder, "reads_parts", False) else record_of
         self._seed_of: tuple[WorkerConfig, int] | None = None
+        self._record_of: Callable[[Sample], Any] = parts_of if getattr(encoder, "reads_parts", False) else record_of
+        if getattr(encoder, "has_media", False):
+            self._record_of = media_record_of
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         if isinstance(dataset.dataset, CrudeJsonlDatasetFactory):
@@ -126,19 +131,25 @@ class PackTaskEncoder(DefaultTaskEncoder):
         if self._seed_of is None or self._seed_of[0] is not worker:
             self._seed_of = worker, worker.worker_seed()
         seed_for(number_of(sample.__restore_key__), seed=self._seed_of[1])
+        found = self._tried(key, lambda: self.encoder(key, self._record_of(sample)))
+        return found if isinstance(found, EncodedSource) else EncodedSource.dropped(key, found)
+
+    @staticmethod
+    def _tried(key: str, make: Callable[[], EncodedSource]) -> EncodedSource | str:
+        """What is made, or the reason why it cannot be."""
         try:
-            return self.encoder(key, self._record_of(sample))
+            return make()
         except LeaveOut as e:
             reason, why = e.reason, str(e)
-        except (*SYSTEM_EXCEPTIONS, TemplateError):
-            # A fault of the set-up, which every sample would have.
+        except (*SYSTEM_EXCEPTIONS, TemplateError, StorageError):
+            # A fault of the set-up, which every sample would have, or of the store.
             raise
         except (UnicodeDecodeError, json.JSONDecodeError) as e:
             reason, why = "corrupt", str(e)
         except Exception as e:
             reason, why = "encoder_error", f"{type(e).__name__}: {e}"
         logger.info("sample %r is left out (%s): %s", key, reason, why)
-        return EncodedSource.dropped(key, reason)
+        return reason
 
     def select_samples_to_pack(
         self, samples: list[EncodedSource], *, ages: Sequence[int] | None = None, final: bool = True
@@ -158,6 +169,26 @@ class PackTaskEncoder(DefaultTaskEncoder):
     def pack_selected_samples(self, samples: list[EncodedSource]) -> Pack:
         """The pack of one group."""
         return self.policy.build(samples)
+
+    def complete(self, pack: Pack) -> Pack:
+        """The pack with the media of its sources; those whose media cannot be made are left out of it.
+
+        Its boundaries are made anew then, and it may end up without a source, which is a pack without a layout.
+        """
+        if all(source.deferred is None for source in pack.sources):
+            return pack
+        sources, ages, left_out = [], [], list(pack.left_out)
+        for source, age in zip(pack.sources, pack.ages or [0] * len(pack.sources), strict=True):
+            found = self._tried(source.key, source.completed)
+            if isinstance(found, EncodedSource):
+                sources.append(found)
+                ages.append(age)
+            else:
+                left_out.append(LeftOut(source.key, found, len(source)))
+        layout = pack.layout
+        if len(sources) < len(pack.sources):
+            layout = self.policy.layout([len(source) for source in sources]) if sources else None
+        return Pack(sources=sources, layout=layout, left_out=left_out, ages=ages)
 
     @stateless
     def batch(self, samples: Sequence[Pack]) -> PackedBatch:
@@ -194,6 +225,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
             policy=self.policy,
             select=self.select_samples_to_pack,
             build=self.pack_selected_samples,
+            complete=self.complete,
             batch=self.batch,
             packs_per_batch=self._packs_per_batch,
             take_damaged=self._reading.take_damaged,

@@ -248,9 +248,12 @@ def _serve(
     def send() -> None:
         while (message := ready.get()) is not None:
             data = memoryview(ForkingPickler.dumps(message))
+            # Rows with pixels are large, so none is kept while the next one is waited for.
+            del message
             for part in (memoryview(_SIZE.pack(len(data))), data):
                 while part:
                     part = part[os.write(sink.fileno(), part) :]
+            del data, part
 
     def watch() -> None:
         while os.getppid() == parent:

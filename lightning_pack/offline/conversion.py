@@ -23,6 +23,7 @@ from lightning_pack.offline.row_writer import read_shard_note, write_shard
 from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
+from lightning_pack.policy_checks import refuse_media
 from lightning_pack.row import IGNORE, LeftOut
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def _chat_encoder(tokenizer: Any, encoder: Encoder | None) -> Encoder:
         raise ValueError(
             "packed chats are not tokenized yet: give --tokenizer DIR (tokenizer=...), or an encoder, and not both"
         )
+    refuse_media(encoder, "rows that are converted")
     return RecordEncoder(tokenizer) if encoder is None else encoder
 
 

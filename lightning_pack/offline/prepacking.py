@@ -22,6 +22,7 @@ from lightning_pack.offline.source_store import Part, SourceStore, encode_part, 
 from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import RESUMED, Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
+from lightning_pack.policy_checks import refuse_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +127,7 @@ def prepack(
     if not is_remote(source) and not Path(source).exists():
         raise ValueError(f"there is no dataset at {source!r}: correct the path, or make one with 'lightning-pack prepare'")
     encoder = _encoder(source, tokenizer=tokenizer, encoder=encoder, group_by=group_by)
+    refuse_media(encoder, "rows that are written ahead")
     options = StreamOptions(path=source, encoder=encoder, policy=policy, on_damaged=on_damaged)
     counts = {split: _samples(source, split) for split in _chosen(source, splits)}
     manifest = Manifest(

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 
 from lightning_pack.binning import lower_bound, packers
 from lightning_pack.planner.balance import drawn_imbalance
-from lightning_pack.planner.sources import OverLength, Stream
+from lightning_pack.planner.sources import OverLength, SourceMedia, Stream
 from lightning_pack.policy import AUTO, BYTES_PER_TOKEN, PackingPolicy
 from lightning_pack.simulation import simulate
+
+#: Rows whose pixels a loader worker holds: the one that it makes, two that are ready, and the one that is sent, twice.
+ROWS_UNDER_WAY = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class Combination:
         overlength: what was longer than the capacity.
         oldest: the longest wait of a source in the buffer, in turnovers of the buffer.
         imbalance: of the ranks that train on such packs, see :func:`drawn_imbalance`; 1 on one rank.
+        media: of a source of the mean; None where there is none.
     """
 
     policy: PackingPolicy
@@ -37,6 +41,7 @@ class Combination:
     overlength: OverLength
     oldest: float
     imbalance: float
+    media: SourceMedia | None = None
 
     @classmethod
     def measured(cls, policy: PackingPolicy, stream: Stream, *, bound: int, ranks: int = 1) -> Combination:
@@ -52,6 +57,7 @@ class Combination:
             overlength=stream.overlength,
             oldest=made.oldest,
             imbalance=drawn_imbalance(made.squares, ranks=ranks, seed=policy.seed),
+            media=stream.media,
         )
 
     @property
@@ -86,12 +92,18 @@ class Combination:
 
     @property
     def memory(self) -> int:
-        """Most bytes of ids and labels that a loader worker holds, for sources of mean length.
+        """Most bytes of ids, labels and media that a loader worker holds, for sources of the mean.
 
-        Two buffers, for the next one is filled while the packs of one are emitted, and with balance a window of packs.
+        Two buffers, for the next one is filled while the packs of one are emitted, and with balance a window of packs. Images
+        wait in them, and in the shuffle buffer, as they are in the data; as pixels they are only in the rows under way.
         """
         buffers = -(-BYTES_PER_TOKEN * 2 * self.policy.buffer_size * self.real_tokens // self.sources)
-        return buffers + BYTES_PER_TOKEN * self.policy.window_tokens
+        memory = buffers + BYTES_PER_TOKEN * self.policy.window_tokens
+        if self.media is None:
+            return memory
+        in_window = (self.policy.window_size + 1) * self.sources / self.packs if self.policy.balance else 0
+        waiting = self.media.held * (2 * self.policy.buffer_size + in_window + self.media.shuffled)
+        return memory + int(waiting + ROWS_UNDER_WAY * self.media.nbytes * self.sources / self.packs)
 
 
 def bound_of(policy: PackingPolicy, stream: Stream) -> int:

@@ -44,6 +44,9 @@ def main(args: list[str]) -> None:
         help="what happens to a source that is longer than the capacity (default: drop)",
     )
     parser.add_argument("--group-by", metavar="FIELD", help="records that differ in this field do not share a pack")
+    parser.add_argument(
+        "--vision", metavar="FAMILY", help="vision-language model that chats with images are for, such as qwen3_vl"
+    )
     parser.add_argument("--sources", type=int, metavar="N", help="most sources to read and to pack (default: 20000)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for plan.json, plan.yaml and plan.png")
     options = vars(parser.parse_args(args))

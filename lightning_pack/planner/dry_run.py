@@ -40,6 +40,7 @@ def plan(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     encoder: Encoder | None = None,
     group_by: str | None = None,
+    vision: str | None = None,
 ) -> Plan:
     """Find out which packing suits some data, from a sample of it and without training.
 
@@ -57,6 +58,7 @@ def plan(
         tokenizer: as for the datamodule; None takes the folder ``tokenizer`` inside the dataset.
         encoder: as for the datamodule.
         group_by: as for the datamodule.
+        vision: as for the datamodule.
 
     Raises:
         ValueError: for settings that do not fit together, a dataset that is not there, or one without usable sources.
@@ -75,9 +77,11 @@ def plan(
     for other in others:
         replace(base, capacity=other)
     if isinstance(source, str | Path):
-        found = Sources.read(source, tokenizer=tokenizer, encoder=encoder, group_by=group_by, most=sources)
+        found = Sources.read(
+            source, tokenizer=tokenizer, encoder=encoder, group_by=group_by, vision=vision, policy=base, most=sources
+        )
     else:
-        for name, option in (("tokenizer", tokenizer), ("encoder", encoder), ("group_by", group_by)):
+        for name, option in (("tokenizer", tokenizer), ("encoder", encoder), ("group_by", group_by), ("vision", vision)):
             if option is not None:
                 raise ValueError(f"{name}={option!r} is not used with lengths: it goes with a dataset")
         found = Sources.given(source, most=sources)

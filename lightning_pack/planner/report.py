@@ -109,6 +109,13 @@ def _data(plan: Plan) -> list[str]:
         f"{over.over:.2%} of the sources are longer than capacity {policy.capacity:,}; overlength={policy.overlength!r} loses "
         f"{over.lost:.2%} of the tokens read"
     )
+    media = plan.recommendation.combination.media
+    if media is not None:
+        share = sum(sources.media_tokens) / sum(sources.lengths)
+        lines.append(
+            f"{share:.0%} of the tokens are placeholders of images; a source holds {size(media.held)} of encoded images and "
+            f"positions while it waits, in shuffle and packing buffers, and {size(media.nbytes)} of tensors in its row"
+        )
     lines.append(
         "fill, tail and alignment are shares of the slots; the oldest wait is in turnovers; ranks is the largest over the mean "
         "attention work in a step; memory is per loader worker"

@@ -31,7 +31,8 @@ def settings(policy: PackingPolicy) -> dict[str, Any]:
 
 def block(plan: Plan) -> str:
     """The recommended policy as YAML, with its place in a configuration of ``fit``."""
-    kinds = {} if plan.sources.group_by is None else {"group_by": plan.sources.group_by}
+    given = {"group_by": plan.sources.group_by, "vision": plan.sources.vision}
+    kinds = {name: value for name, value in given.items() if value is not None}
     return yaml.safe_dump({"data": {**kinds, "packing": settings(plan.policy)}}, sort_keys=False)
 
 
@@ -51,6 +52,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "whole": plan.sources.whole,
             "left_out": {gone.reason: gone.sources for gone in plan.sources.left_out},
         },
+        "media": None if recommendation.combination.media is None else asdict(recommendation.combination.media),
         "workers": plan.workers,
         "ranks": plan.ranks,
         "combinations": [_combination(each) for each in plan.combinations],

@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_pack.encoders.base import Encoder
 from lightning_pack.policy import OverlengthError, PackingPolicy
+from lightning_pack.policy_checks import check_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,23 @@ class OverLength:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceMedia:
+    """What images and the like make of a source of the mean.
+
+    Args:
+        held: bytes that it holds in the buffer beyond ids and labels: M-RoPE positions and encoded images.
+        tokens: placeholders.
+        nbytes: of the tensors that its media become.
+        shuffled: samples that wait in the shuffle buffer, with their images.
+    """
+
+    held: float
+    tokens: float
+    nbytes: float
+    shuffled: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stream:
     """Sources as they enter the buffer of a loader worker under one policy.
 
@@ -49,11 +67,13 @@ class Stream:
         lengths: real tokens of each, none above the capacity.
         keys: sources with different keys do not share a pack.
         overlength: what was longer than the capacity.
+        media: of the sources that fit.
     """
 
     lengths: list[int] = field(repr=False)
     keys: list[str | None] = field(repr=False)
     overlength: OverLength
+    media: SourceMedia | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +88,11 @@ class Sources:
         left_out: what the encoder left out.
         whole: whether this is one whole pass over the data, and not the beginning of one.
         group_by: field of the records that keeps them apart.
+        vision: family of the vision-language model that they are encoded for.
+        held: bytes that each holds in the buffer beyond ids and labels; none given means 0 for all, as for lengths alone.
+        media_tokens: placeholders in each.
+        media_bytes: of the tensors that the media of each become.
+        shuffled: samples in the shuffle buffer of a loader worker.
     """
 
     name: str
@@ -77,6 +102,11 @@ class Sources:
     left_out: tuple[LeftOutCount, ...] = ()
     whole: bool = False
     group_by: str | None = None
+    vision: str | None = None
+    held: tuple[int, ...] = field(default=(), repr=False)
+    media_tokens: tuple[int, ...] = field(default=(), repr=False)
+    media_bytes: tuple[int, ...] = field(default=(), repr=False)
+    shuffled: int = 0
 
     @classmethod
     def given(cls, lengths: Sequence[int], *, most: int) -> Sources:
@@ -108,6 +138,8 @@ class Sources:
         tokenizer: str | Path | PreTrainedTokenizerBase | None,
         encoder: Encoder | None,
         group_by: str | None,
+        vision: str | None,
+        policy: PackingPolicy,
         most: int,
     ) -> Sources:
         """The first sources of a dataset's training split, shuffled and encoded as for training.
@@ -122,9 +154,10 @@ class Sources:
         if Manifest.read(path) is not None:
             raise ValueError(f"{str(path)!r} holds packed rows, which are decided: plan with the data that they were made from")
         data = EnergonPackDataModule(
-            path, tokenizer=tokenizer, packing=PackingPolicy(_UNBOUNDED), encoder=encoder, group_by=group_by
+            path, tokenizer=tokenizer, packing=PackingPolicy(_UNBOUNDED), encoder=encoder, group_by=group_by, vision=vision
         )
         data.setup("validate")
+        check_encoder(policy, data.encoder)
         found = sample_sources(data.options, most=most)
         left_out = tuple(
             LeftOutCount(reason=reason, sources=count)
@@ -144,7 +177,21 @@ class Sources:
             left_out=left_out,
             whole=found.whole,
             group_by=group_by,
+            vision=vision,
+            held=tuple(found.held),
+            media_tokens=tuple(found.media_tokens),
+            media_bytes=tuple(found.media_bytes),
+            shuffled=data.shuffle_buffer_size,
         )
+
+    def media(self, policy: PackingPolicy) -> SourceMedia | None:
+        """Means over the sources that a policy admits; None where no source has media."""
+        if not any(self.media_tokens):
+            return None
+        fit = [i for i in range(len(self.lengths)) if self._pieces(i, policy)]
+        means = (sum(values[i] for i in fit) / max(len(fit), 1) for values in (self.held, self.media_tokens, self.media_bytes))
+        held, tokens, nbytes = means
+        return SourceMedia(held=held, tokens=tokens, nbytes=nbytes, shuffled=self.shuffled)
 
     def stream(self, policy: PackingPolicy, *, count: int) -> Stream:
         """At least ``count`` sources as a policy admits them.
@@ -156,7 +203,7 @@ class Sources:
             OverlengthError: under ``overlength="error"``, if a source is longer than the capacity.
             ValueError: if none is short enough.
         """
-        stream = Stream(lengths=[], keys=[], overlength=self.overlength(policy))
+        stream = Stream(lengths=[], keys=[], overlength=self.overlength(policy), media=self.media(policy))
         if not self.fit(policy):
             raise ValueError(
                 f"none of the {len(self.lengths):,} sources of {self.name} fits into capacity={policy.capacity} (the shortest "

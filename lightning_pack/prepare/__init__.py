@@ -2,6 +2,7 @@
 
 from lightning_pack.prepare.jsonl import BadLineError, prepare_jsonl
 from lightning_pack.prepare.result import LengthStatistics, PreparedDataset, prepared
+from lightning_pack.prepare.skimage import prepare_skimage
 from lightning_pack.prepare.stdlib import prepare_stdlib
 from lightning_pack.prepare.tokenizer import train_tokenizer
 
@@ -10,6 +11,7 @@ __all__ = [
     "LengthStatistics",
     "PreparedDataset",
     "prepare_jsonl",
+    "prepare_skimage",
     "prepare_stdlib",
     "prepared",
     "train_tokenizer",

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lightning_pack.prepare.result import FORMAT, MARKER, LengthStatistics, PreparedDataset, check_output
@@ -40,18 +40,18 @@ class ShardWriter:
         self._files: list[BinaryIO] = []
         self.count = 0
 
-    def add(self, key: str, record: Mapping[str, Any]) -> None:
-        """Write one record as the member ``KEY.json``."""
+    def add(self, key: str, record: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Write one record as the member ``KEY.json``, and each of the files as ``KEY.NAME`` behind it."""
         index = self.count % self._shards
         if index == len(self._files):
             self._files.append((self._folder / f"{self._split}-{index:04d}.tar").open("xb"))
-        data = json.dumps(record, ensure_ascii=False, sort_keys=True).encode()
-        # A fresh TarInfo has no owner and no time, so the bytes depend on the record alone. The blocks are written here because
-        # a TarFile remembers every member, too much for millions of them.
-        member = tarfile.TarInfo(f"{key}.json")
-        member.size = len(data)
-        file = self._files[index]
-        file.write(member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
+        record_json = json.dumps(record, ensure_ascii=False, sort_keys=True).encode()
+        for name, data in {"json": record_json, **files}.items():
+            # A fresh TarInfo has no owner and no time, so the bytes depend on the record alone. The blocks are written here
+            # because a TarFile remembers every member, too much for millions of them.
+            member = tarfile.TarInfo(f"{key}.{name}")
+            member.size = len(data)
+            self._files[index].write(member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
         self.count += 1
 
     def close(self) -> dict[str, int]:
@@ -91,7 +91,7 @@ class DatasetWriter:
         self.folder = self.out.with_name(f".{self.out.name}.partial-{os.getpid()}")
         self._train = ShardWriter(self.folder, "train", shards)
         self._val = ShardWriter(self.folder, "val", max(1, round(shards * val_fraction)))
-        self._held: tuple[str, Mapping[str, Any]] | None = None
+        self._held: tuple[str, Mapping[str, Any], Mapping[str, bytes]] | None = None
 
     def __enter__(self) -> DatasetWriter:
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -114,17 +114,17 @@ class DatasetWriter:
         digest = hashlib.sha256(key.encode()).digest()
         return int.from_bytes(digest[:8], "big") < self.val_fraction * 2**64
 
-    def add(self, key: str, record: Mapping[str, Any]) -> None:
-        """Add one record under a key that is unique, at most 90 bytes, and has no dot and no slash."""
+    def add(self, key: str, record: Mapping[str, Any], *, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        """Add one record, and files of it, under a key that is unique, at most 90 bytes, and has no dot and no slash."""
         if not key or len(key.encode()) > 90 or "." in key or "/" in key:
             raise ValueError(f"key {key!r}: 1 to 90 bytes without dots and slashes are needed")
         self._write_held()
-        self._held = (key, record)
+        self._held = (key, record, files)
 
     def _write_held(self, *, last: bool = False) -> None:
         if self._held is None:
             return
-        key, record = self._held
+        key, record, files = self._held
         self._held = None
         val = self.is_val(key)
         if last and self.val_fraction:
@@ -132,7 +132,7 @@ class DatasetWriter:
                 val = True
             if not self._train.count:
                 val = False
-        (self._val if val else self._train).add(key, record)
+        (self._val if val else self._train).add(key, record, files)
 
     def _close(self) -> dict[str, int]:
         return {**self._train.close(), **self._val.close()}
@@ -145,10 +145,12 @@ class DatasetWriter:
         tokenizer: PreTrainedTokenizerBase,
         lengths: LengthStatistics,
         skipped: Mapping[str, int],
+        image_processor: Any = None,
     ) -> PreparedDataset:
         """Finish the dataset and put it in its place.
 
-        Where another process has put the same dataset there meanwhile, that one stays.
+        Where another process has put the same dataset there meanwhile, that one stays. An image processor is saved in the
+        folder of the tokenizer.
 
         Raises:
             ValueError: if there are no records, or another process has put something else there meanwhile.
@@ -158,6 +160,8 @@ class DatasetWriter:
         if not shards:
             raise ValueError(f"there are no records for {self.out}")
         tokenizer.save_pretrained(str(self.folder / "tokenizer"))
+        if image_processor is not None:
+            image_processor.save_pretrained(str(self.folder / "tokenizer"))
         state: dict[str, Any] = {
             "format": FORMAT,
             "recipe": recipe,

@@ -7,20 +7,17 @@ by line, so its size does not matter.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_pack.encoders import LeaveOut, RecordEncoder, load_tokenizer, read_record, tokenizer_fingerprint
+from lightning_pack.encoders import RecordEncoder, VisionChatEncoder, load_tokenizer, tokenizer_fingerprint
+from lightning_pack.encoders.image_processor import image_processor_fingerprint
 from lightning_pack.location import is_remote, location
 from lightning_pack.prepare.dataset import DatasetWriter
+from lightning_pack.prepare.image_lines import ImageLineParser
+from lightning_pack.prepare.lines import LineReader, parse_line
 from lightning_pack.prepare.progress import progress_bar
 from lightning_pack.prepare.result import LengthSampler, PreparedDataset, check_ours, check_output, prepared
-
-#: Bad lines that an error tells of one by one.
-TOLD = 20
 
 
 class BadLineError(ValueError):
@@ -35,6 +32,7 @@ def prepare_jsonl(
     val_fraction: float = 0.05,
     shards: int = 8,
     on_bad_line: Literal["error", "skip"] = "error",
+    vision: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> PreparedDataset:
@@ -51,6 +49,9 @@ def prepare_jsonl(
         val_fraction: share of the records for validation; with 0 there is no validation split.
         shards: training shards, at most; validation has its own.
         on_bad_line: ``"error"`` reads the whole file and then tells of the bad lines, ``"skip"`` leaves them out and counts.
+        vision: family of a vision-language model, such as ``"qwen3_vl"``: chats may have images (their files, relative to this
+            one, go into the dataset), and the folder of the tokenizer holds an image processor too. An image whose file changed
+            since is not noticed: prepare again with ``overwrite``.
         overwrite: replace a dataset that was prepared before with other settings.
         progress: show a progress bar where stderr is a terminal.
 
@@ -70,6 +71,7 @@ def prepare_jsonl(
                 val_fraction=val_fraction,
                 shards=shards,
                 on_bad_line=on_bad_line,
+                vision=vision,
                 progress=progress,
             ),
             overwrite=overwrite,
@@ -85,8 +87,10 @@ def prepare_jsonl(
         from lightning_pack.energon.storage import local_folder
 
         tokenizer = local_folder(tokenizer)
-    loaded = load_tokenizer(tokenizer)
-    encoder = RecordEncoder(loaded)
+    encoder = RecordEncoder(load_tokenizer(tokenizer)) if vision is None else VisionChatEncoder(tokenizer, family=vision)
+    loaded = encoder.tokenizer
+    image_processor = encoder.image_processor if isinstance(encoder, VisionChatEncoder) else None
+    images = {} if image_processor is None else {"vision": vision, **image_processor_fingerprint(image_processor)}
 
     def options(content: str) -> dict[str, Any]:
         return {
@@ -95,6 +99,7 @@ def prepare_jsonl(
             "val_fraction": val_fraction,
             "shards": shards,
             "on_bad_line": on_bad_line,
+            **images,
         }
 
     if not overwrite and prepared(out) is not None:
@@ -104,7 +109,7 @@ def prepare_jsonl(
     with DatasetWriter(out, shards=shards, val_fraction=val_fraction, overwrite=overwrite) as writer:
         sampler = LengthSampler(encoder)
         with file.open("rb") as stream:
-            lines = LineReader()
+            lines = LineReader(parse_line if vision is None else ImageLineParser(file.resolve().parent))
             with progress_bar(f"reading {file.name}", total=file.stat().st_size, shown=progress) as advance:
                 for line in stream:
                     record = lines.read(line)
@@ -113,7 +118,7 @@ def prepare_jsonl(
                         continue
                     key = f"{lines.number:010d}"
                     sampler.add(key, record)
-                    writer.add(key, record)
+                    writer.add(key, record, files=getattr(record, "files", {}))
         if lines.bad and on_bad_line == "error":
             raise BadLineError(lines.report(file))
         if not lines.good:
@@ -122,69 +127,10 @@ def prepare_jsonl(
             recipe="jsonl",
             options=options(lines.content.hexdigest()),
             tokenizer=loaded,
+            image_processor=image_processor,
             lengths=sampler.statistics(),
             skipped=dict(lines.bad.most_common()),
         )
-
-
-class LineReader:
-    """Reads lines, counts good and bad ones, and hashes them all."""
-
-    def __init__(self) -> None:
-        self.content = hashlib.sha256()
-        self.number = self.good = 0
-        #: Bad lines by fault.
-        self.bad: Counter[str] = Counter()
-        self._told: list[str] = []
-
-    def read(self, line: bytes) -> dict[str, Any] | None:
-        """The record of the next line, with nothing in it but its form; None for a blank line or a bad one."""
-        self.number += 1
-        self.content.update(line)
-        if self.number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line.strip():
-            return None
-        try:
-            record = parse_line(line)
-        except LeaveOut as fault:
-            self.bad[fault.problem] += 1
-            if len(self._told) < TOLD:
-                self._told.append(f"  line {self.number}: {fault}")
-            return None
-        self.good += 1
-        return record
-
-    def report(self, file: Path) -> str:
-        """What is wrong with the file, and the ways out."""
-        count = self.bad.total()
-        first = f", the first {TOLD} of them" if count > TOLD else ""
-        return (
-            f"{file} has {count} bad line{'s' * (count > 1)} of {self.number}{first}:\n" + "\n".join(self._told) + "\n"
-            'Correct the file, or leave such lines out with --on-bad-line skip (on_bad_line="skip")'
-        )
-
-
-def parse_line(line: bytes) -> dict[str, Any]:
-    """The record of one line.
-
-    Raises:
-        LeaveOut: if it has none.
-    """
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        raise LeaveOut("corrupt", f"not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise LeaveOut("corrupt", f"not JSON: {error.msg} at column {error.colno}", "not JSON") from None
-    except (ValueError, RecursionError) as error:
-        raise LeaveOut("corrupt", f"not JSON that can be read: {error}", "not JSON") from None
-    if not isinstance(value, Mapping):
-        raise LeaveOut("corrupt", f"not an object but a {type(value).__name__}", "not an object")
-    record = read_record(value)
-    return {"text": record} if isinstance(record, str) else {"messages": record}
 
 
 def _content(file: Path) -> str:

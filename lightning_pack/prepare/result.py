@@ -91,7 +91,7 @@ class PreparedDataset:
 
     #: Its folder; text where that is in an object store.
     path: Path | str
-    #: ``"stdlib"`` or ``"jsonl"``.
+    #: ``"stdlib"``, ``"skimage"`` or ``"jsonl"``.
     recipe: str
     #: What decides the content; the same options give the same files.
     options: Mapping[str, Any]

@@ -27,13 +27,31 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 
+#: Before and behind an image, its placeholder and that of a video; they get the ids 3 to 6.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_PARTS = """\
+{%- macro body(message) -%}
+{%- if message['content'] is string -%}{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+"""
+#: The same for messages whose content is a list of parts, text and images.
+VISION_CHAT_TEMPLATE = _PARTS + CHAT_TEMPLATE.replace("message['content']", "body(message)")
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, vision: bool = False) -> PreTrainedTokenizerFast:
     """Learn merges from ``texts``; every byte has a token, so no text is ever unknown.
 
     Args:
         texts: what to learn from; the same texts in the same order give the same tokenizer.
         vocab_size: number of tokens, with the 3 special tokens and 256 bytes; fewer come out where the texts are few.
+        vision: with 4 special tokens more, and a template for messages with images.
 
     Raises:
         ValueError: if ``vocab_size`` has no place for the bytes and special tokens.
@@ -41,10 +59,12 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    least = 256 + len(SPECIAL_TOKENS)
+    special = (*SPECIAL_TOKENS, *(VISION_TOKENS if vision else ()))
+    least = 256 + len(special)
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < least:
         raise ValueError(
-            f"vocab_size={vocab_size!r}: a whole number of at least {least} is needed (256 bytes, 3 special tokens)"
+            f"vocab_size={vocab_size!r}: a whole number of at least {least} is needed (256 bytes, "
+            f"{len(special)} special tokens)"
         )
     no_fork_warning()
     tokenizer = Tokenizer(models.BPE())
@@ -52,14 +72,14 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    pad, start, end = SPECIAL_TOKENS
+    pad, start, end, *others = special
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, additional_special_tokens=[start]
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, additional_special_tokens=[start, *others]
     )
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = VISION_CHAT_TEMPLATE if vision else CHAT_TEMPLATE
     return wrapped

@@ -1,0 +1,174 @@
+"""Images as they are kept: found by name, measured by their headers, decoded late."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from lightning_pack.encoders.base import LeaveOut
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Endings of the members of a sample that are images.
+IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+#: Whose values Pillow turns to 8-bit RGB without loss of range.
+_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_ORIENTATION = 0x0112
+#: How an image of each orientation is turned, by Pillow's ``Transpose``.
+_TURNS = dict(
+    zip(
+        range(2, 9),
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"),
+        strict=True,
+    )
+)
+#: What Pillow raises for files that are no images, or whose content ends too early.
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
+
+
+class MediaRecord(dict[str, Any]):
+    """The fields of a record, and the files that came with it.
+
+    Args:
+        fields: of the record.
+        files: other members of the sample by their names without the sample key, such as ``0.jpg``, in the order of the shard.
+        folder: that relative paths start from; None where there is none.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], *, files: Mapping[str, bytes], folder: str | None = None) -> None:
+        super().__init__(fields)
+        self.files = {name: content for name, content in files.items() if _ending(name) in IMAGE_ENDINGS}
+        self.folder = folder
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image whose pixels are not decoded: its file's content, or where that lies.
+
+    Args:
+        name: for messages.
+        content: of the file.
+        path: of the file, where the content is not in memory.
+    """
+
+    name: str
+    content: bytes | None = field(default=None, repr=False)
+    path: str | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory."""
+        return 0 if self.content is None else len(self.content)
+
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels, as the image is to be seen; only the file's header is read.
+
+        Raises:
+            LeaveOut: as ``image``, if it is no image whose colours can be used.
+        """
+        opened = self._opened()
+        try:
+            with opened as image:
+                width, height = image.size
+                turned = _orientation(image) in (5, 6, 7, 8)
+        except _BROKEN as error:
+            raise self._broken(error) from error
+        return (width, height) if turned else (height, width)
+
+    def kind(self) -> str:
+        """Name of the file's format, such as ``jpeg``.
+
+        Raises:
+            LeaveOut: as ``image``, if it is no image whose colours can be used.
+        """
+        with self._opened() as image:
+            return str(image.format).lower()
+
+    def read(self) -> bytes:
+        """The file's content.
+
+        Raises:
+            LeaveOut: as ``image``, if it cannot be read.
+        """
+        if self.content is not None:
+            return self.content
+        file = self._file()
+        try:
+            return Path(file).read_bytes() if isinstance(file, str) else file.read()
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def decoded(self) -> Image:
+        """The pixels, RGB with 8 bits a channel, turned as the image is to be seen.
+
+        Raises:
+            LeaveOut: as ``image``, if the file is broken.
+        """
+        import PIL.Image
+
+        opened = self._opened()
+        try:
+            with opened as image:
+                way = _TURNS.get(_orientation(image))
+                rgb = image.convert("RGB")
+                return rgb if way is None else rgb.transpose(PIL.Image.Transpose[way])
+        except _BROKEN as error:
+            raise self._broken(error) from error
+
+    def _opened(self) -> Image:
+        import PIL.Image
+
+        # Outside: a store that is away is not the image's fault.
+        file = self._file()
+        try:
+            with warnings.catch_warnings():
+                # Large images are the business of the image processor, which makes them smaller.
+                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+                image = PIL.Image.open(file)
+        except (*_BROKEN, PIL.Image.DecompressionBombError) as error:
+            raise self._broken(error) from error
+        if image.mode not in _MODES:
+            raise LeaveOut(
+                "image",
+                f"image {self.name!r} has values of mode {image.mode!r}, not 8 bits a channel: they would be cut off or scaled "
+                "twice; save it as an 8-bit image",
+                "image not 8-bit",
+            )
+        if min(image.size) < 1:
+            raise LeaveOut("image", f"image {self.name!r} has the size {image.size}: it has no pixels", "image without pixels")
+        return image
+
+    def _file(self) -> IO[bytes] | str:
+        if self.content is not None:
+            return io.BytesIO(self.content)
+        assert self.path is not None
+        if "://" not in self.path:
+            return self.path
+        from megatron.energon.epathlib import EPath
+
+        try:
+            with EPath(self.path).open("rb") as file:
+                return io.BytesIO(file.read())
+        except FileNotFoundError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> LeaveOut:
+        return LeaveOut("image", f"image {self.name!r} cannot be read ({type(error).__name__}: {error})", "image unreadable")
+
+
+def _orientation(image: Image) -> int:
+    """How the image is turned, 1 to 8, by the header; what a PNG says behind its pixels is not read, for that decodes them."""
+    import PIL.Image
+
+    return int(PIL.Image.Image.getexif(image).get(_ORIENTATION, 1))
+
+
+def _ending(name: str) -> str:
+    return name.rpartition(".")[2].lower()

@@ -1,0 +1,86 @@
+"""What belongs to a source besides its tokens: images and the like, as the tensors that a model takes.
+
+Tensors of several sources are joined along their first dimension, in row order, so a model finds the features of each
+placeholder by their order alone. Until a source is in a row its media may be :class:`Deferred`: still encoded, and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lightning_pack.row import EncodedSource
+
+#: Name of the model's argument -> tensor.
+Media = dict[str, Tensor]
+#: For a message between processes: values, and the dtype that numpy does not have.
+PlainMedia = dict[str, tuple["np.ndarray", str | None]]
+
+
+class Deferred(Protocol):
+    """Media of one source that are made when its pack is chosen."""
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory until then."""
+
+    def complete(self, source: EncodedSource) -> EncodedSource:
+        """The source with its media, and without this object. The number of its tokens stays.
+
+        Raises:
+            LeaveOut: if they cannot be made; that source alone is left out then.
+        """
+
+
+def joined(parts: Sequence[tuple[str, Media]]) -> tuple[Media, dict[str, list[int]]]:
+    """The media of sources in row order, and how many rows of each tensor belong to each of them.
+
+    Args:
+        parts: key and media of every source in the row, those without media too.
+
+    Raises:
+        ValueError: if two sources disagree on the shape or dtype of a tensor beyond its first dimension.
+    """
+    names = dict.fromkeys(name for _, media in parts for name in media)
+    tensors, rows = {}, {}
+    for name in names:
+        having = [(key, media[name]) for key, media in parts if name in media]
+        first_key, first = having[0]
+        for key, tensor in having:
+            if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
+                raise ValueError(
+                    f"{name} of sample {key!r} is {tensor.dtype} of shape {list(tensor.shape)}, that of {first_key!r} in the "
+                    f"same row {first.dtype} of shape {list(first.shape)}: all but the first dimension must agree, so encode "
+                    "all samples with one image processor, or keep them apart with EncodedSource.group"
+                )
+        tensors[name] = torch.cat([tensor for _, tensor in having])
+        rows[name] = [len(media[name]) if name in media else 0 for _, media in parts]
+    return tensors, rows
+
+
+def nbytes(media: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors."""
+    return sum(tensor.nbytes for tensor in media.values())
+
+
+def to_plain(media: Media) -> PlainMedia:
+    """For :func:`from_plain`; float types that numpy lacks travel as whole numbers of their width."""
+    plain: PlainMedia = {}
+    for name, tensor in media.items():
+        if tensor.dtype == torch.bfloat16:
+            plain[name] = tensor.contiguous().view(torch.int16).numpy(), "bfloat16"
+        else:
+            plain[name] = tensor.numpy(), None
+    return plain
+
+
+def from_plain(plain: PlainMedia) -> Media:
+    """The media that :func:`to_plain` was given."""
+    found: dict[str, Any] = {name: torch.from_numpy(values) for name, (values, _) in plain.items()}
+    return {name: tensor if plain[name][1] is None else tensor.view(torch.bfloat16) for name, tensor in found.items()}

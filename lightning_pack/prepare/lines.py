@@ -1,0 +1,89 @@
+"""Lines of a file, one JSON object each: good ones, bad ones, and what is wrong with these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_pack.encoders import LeaveOut, read_record
+
+#: Bad lines that an error tells of one by one.
+TOLD = 20
+
+
+class LineReader:
+    """Reads lines, counts good and bad ones, and hashes them all.
+
+    Args:
+        parse: line -> record; raises :class:`LeaveOut` for a bad one.
+    """
+
+    def __init__(self, parse: Callable[[bytes], dict[str, Any]]) -> None:
+        self._parse = parse
+        self.content = hashlib.sha256()
+        self.number = self.good = 0
+        #: Bad lines by fault.
+        self.bad: Counter[str] = Counter()
+        self._told: list[str] = []
+
+    def read(self, line: bytes) -> dict[str, Any] | None:
+        """The record of the next line, with nothing in it but its form; None for a blank line or a bad one."""
+        self.number += 1
+        self.content.update(line)
+        if self.number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            return None
+        try:
+            record = self._parse(line)
+        except LeaveOut as fault:
+            self.bad[fault.problem] += 1
+            if len(self._told) < TOLD:
+                self._told.append(f"  line {self.number}: {fault}")
+            return None
+        self.good += 1
+        return record
+
+    def report(self, file: Path) -> str:
+        """What is wrong with the file, and the ways out."""
+        count = self.bad.total()
+        first = f", the first {TOLD} of them" if count > TOLD else ""
+        return (
+            f"{file} has {count} bad line{'s' * (count > 1)} of {self.number}{first}:\n" + "\n".join(self._told) + "\n"
+            'Correct the file, or leave such lines out with --on-bad-line skip (on_bad_line="skip")'
+        )
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The record of one line.
+
+    Raises:
+        LeaveOut: if it has none.
+    """
+    record = read_record(json_object(line))
+    return {"text": record} if isinstance(record, str) else {"messages": record}
+
+
+def json_object(line: bytes) -> Mapping[str, Any]:
+    """The JSON object of one line.
+
+    Raises:
+        LeaveOut: if it has none.
+    """
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise LeaveOut("corrupt", f"not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LeaveOut("corrupt", f"not JSON: {error.msg} at column {error.colno}", "not JSON") from None
+    except (ValueError, RecursionError) as error:
+        raise LeaveOut("corrupt", f"not JSON that can be read: {error}", "not JSON") from None
+    if not isinstance(value, Mapping):
+        raise LeaveOut("corrupt", f"not an object but a {type(value).__name__}", "not an object")
+    return value
