@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import numpy as np
 
-    from lightning_pack.row import EncodedSource
+    from lightning_pack.source import EncodedSource
 
 #: Name of the model's argument -> tensor.
 Media = dict[str, Tensor]

@@ -176,7 +176,7 @@ class PackingMetrics(Metric):
         ValueError: for ``packs_per_batch`` below 1, or above 1 without a policy.
 
     Example:
-        >>> from lightning_pack.row import EncodedSource
+        >>> from lightning_pack.source import EncodedSource
         >>> policy = PackingPolicy(capacity=16, multiple=4)
         >>> sources = [EncodedSource.of(key, torch.arange(n)) for key, n in (("a", 5), ("b", 3))]
         >>> metric = PackingMetrics(policy)

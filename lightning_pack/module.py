@@ -16,7 +16,8 @@ from torchmetrics import MeanMetric, Metric
 from transformers import PreTrainedModel
 
 from lightning_pack.pretrained import checkpoint_activations, load_causal_lm
-from lightning_pack.row import IGNORE, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE
 
 Schedule = Literal["constant", "linear", "cosine"]
 

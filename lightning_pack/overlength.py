@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning_pack.media_budget import MediaBudget
-from lightning_pack.row import IGNORE, EncodedSource, LeftOut
+from lightning_pack.source import IGNORE, EncodedSource, LeftOut
 
 Overlength = Literal["drop", "truncate", "split", "error"]
 

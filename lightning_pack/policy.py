@@ -20,7 +20,7 @@ from lightning_pack.layout import RowLayout
 from lightning_pack.media_budget import MediaBudget, within_budget
 from lightning_pack.overlength import Overlength, OverlengthError, admitted, too_long
 from lightning_pack.policy_checks import check_settings
-from lightning_pack.row import EncodedSource, Pack
+from lightning_pack.source import EncodedSource, Pack
 
 __all__ = ["AUTO", "BYTES_PER_TOKEN", "OverlengthError", "PackingPolicy"]
 

@@ -26,7 +26,7 @@ from lightning_pack.attention import (
 )
 from lightning_pack.attention.context_parallel import ContextGroup
 from lightning_pack.attention.registration import BACKEND_ATTRIBUTE
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.reference_attention import reference_attention
 from tests.te_stub import transformer_engine
 from tests.tiny_models import gradients_of, largest_difference, make_sources, tiny_model

@@ -16,7 +16,8 @@ import torch
 from megatron.energon.flavors import BaseWebdatasetFactory
 
 from lightning_pack.encoders import LeaveOut
-from lightning_pack.row import EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource
 
 
 @dataclass(frozen=True, kw_only=True)

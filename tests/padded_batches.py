@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import SGD
 
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.tiny_models import tiny_model
 
 Side = Literal["left", "right", "both"]

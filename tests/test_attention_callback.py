@@ -16,7 +16,8 @@ from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
 from lightning_pack.callbacks.monitor import PackingMonitor
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.parallel import ParallelLayout
-from lightning_pack.row import Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import Pack
 from tests.tiny_models import (
     Rows,
     alone_gradients,

@@ -19,8 +19,8 @@ from lightning_pack.bench.bins import drawn
 from lightning_pack.energon.packs import Emitted
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.window import in_balance, order_of
-from lightning_pack.row import Pack
 from lightning_pack.simulation import simulate
+from lightning_pack.source import Pack
 from tests.numbers_data import lengths, records_of, write_webdataset
 from tests.ranks import on_ranks
 from tests.test_exact_position import Run

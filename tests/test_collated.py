@@ -18,7 +18,7 @@ from lightning_pack.collated.extent import extents
 from lightning_pack.collated.fields import contents_of
 from lightning_pack.collated.packer import BatchPacker
 from lightning_pack.overlength import OverlengthError
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.padded_batches import Side, pad
 from tests.tiny_models import make_sources
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_pack import ContextSlice, PackedBatch, PackingPolicy, ParallelLayout
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 from tests.conftest import vectors
 
 CONTEXT = vectors("context_parallel")

@@ -21,7 +21,7 @@ from lightning_pack.encoders import (
     tokenizer_fingerprint,
 )
 from lightning_pack.prepare.tokenizer import CHAT_TEMPLATE, train_tokenizer
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 
 TEXTS = ["First question? First answer. What does the function do? It returns a value.\n\n"] * 20
 UNMARKED = CHAT_TEMPLATE.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")

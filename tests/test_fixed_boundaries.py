@@ -24,7 +24,8 @@ from lightning_pack.layout import RowLayout
 from lightning_pack.metrics import PackingMetrics
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import Pack
 from tests.numbers_data import same_batch
 from tests.test_exact_position import Run
 from tests.tiny_models import forward_inputs, make_sources, tiny_model

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from lightning_pack.layout import RowLayout
 from lightning_pack.metrics import COUNTERS, COUNTS, REASONS, PackingMetrics, PackingStats
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 RATIOS = ("fill", "alignment_padding", "tail_padding", "overlength", "sources_per_pack")
 

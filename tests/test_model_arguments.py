@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pack import PackedBatch, PackingPolicy
 from lightning_pack.model_arguments import takes_padding_mask
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 
 def row(*, width: Any = "variable") -> PackedBatch:

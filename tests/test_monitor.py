@@ -22,7 +22,8 @@ from lightning_pack.flops import AttentionFlops, ModelFlops
 from lightning_pack.metrics import COUNTS
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource
 from tests.ranks import on_ranks
 
 pytestmark = [

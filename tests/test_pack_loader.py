@@ -24,7 +24,7 @@ from transformers import DataCollatorWithFlattening
 from lightning_pack import BatchFields, CollatedBatchError, PackedAttention, PackedBatch, PackingPolicy, pack_loader
 from lightning_pack.loader_progress import LoaderProgress
 from lightning_pack.resume import ResumeError
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.padded_batches import Batches, HuggingFaceModule, pad, stay_double
 from tests.ranks import on_ranks
 from tests.test_padded_training import PARTS, farthest

@@ -25,7 +25,7 @@ from lightning_pack import (
     packed_row,
     unpack,
 )
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.padded_batches import Batches, HuggingFaceModule, Side, pad, stay_double
 from tests.ranks import on_ranks
 from tests.tiny_models import alone_gradients, alone_logits, alone_loss, make_sources, quiet_trainer, tiny_model

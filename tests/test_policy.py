@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_pack import PackingPolicy
 from lightning_pack.binning import packers
 from lightning_pack.policy import OverlengthError
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 from tests.conftest import vectors
 
 ROWS = vectors("rows")

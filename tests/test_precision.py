@@ -19,7 +19,8 @@ from lightning_pack.callbacks import PackedAttention
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.pretrained import checkpoint_activations
-from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource
 from lightning_pack.target_window import TargetWindow, multiply_gradients
 from tests.tiny_models import alone_loss, forward_inputs, make_sources, pack_row, quiet_trainer, tiny_config, tiny_model
 

@@ -8,7 +8,7 @@ import pytest
 from lightning_pack.encoders import RecordEncoder, load_tokenizer
 from lightning_pack.prepare import PreparedDataset, prepare_stdlib, prepared, train_tokenizer
 from lightning_pack.prepare.stdlib import documented
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 from tests.prepared_files import digests, members, read_back
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from lightning_pack import EnergonPackDataModule, PackingPolicy
 from lightning_pack.energon.worker import WorkerFailedError
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 from tests.numbers_data import NumberEncoder, records_of, write_webdataset
 from tests.training import Options, Recorder, datamodule, run, trainer
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_pack.callbacks.work import STEPS, Imbalance, RankWork
 from lightning_pack.layout import RowLayout
-from lightning_pack.row import EncodedSource, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource, Pack
 
 
 def row(*lengths: int) -> PackedBatch:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_pack import PackedBatch, PackingPolicy
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 from tests.numbers_data import same_batch
 
 

@@ -21,7 +21,7 @@ from lightning_pack.encoders import RecordEncoder
 from lightning_pack.offline import GivenRowError, Manifest, ManifestError, convert, verify
 from lightning_pack.offline.collated import boundaries
 from lightning_pack.prepare import train_tokenizer
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 from tests.conftest import vectors
 from tests.numbers_data import lengths, records_of, write_webdataset
 from tests.packed_rows import pack_rows, sources_of

@@ -36,7 +36,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from lightning_pack import ParallelLayout, TokenNormalizer
 from lightning_pack.attention import STRICT_ATTENTION, ActivatedModel, find_models, inspect_model
 from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
-from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.ranks import on_ranks
 from tests.test_precision import CLIP, ROUNDOFF, Data, Descent, Packed, fit_unpacked, options_of, relative
 from tests.tiny_models import make_sources, pack_row, quiet_trainer, tiny_model

@@ -12,7 +12,8 @@ import torch
 from lightning_pack.attention import BoundariesError, THDInputs, check_boundaries, packed_seq_params
 from lightning_pack.attention.thd import bucketed
 from lightning_pack.layout import RowLayout
-from lightning_pack.row import Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import Pack
 from tests.tiny_models import make_sources, pack_row
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pack import ModelFlops, PackedBatch, PackingMonitor, PackingPolicy
 from lightning_pack.callbacks import throughput
 from lightning_pack.callbacks.throughput import flops_of_module
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 from tests.tiny_models import Rows, forward_inputs, quiet_trainer, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

@@ -17,7 +17,8 @@ from torch.optim import SGD
 
 from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
 from lightning_pack.module import PackedCausalLM
-from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.ranks import on_ranks
 from tests.tiny_models import (
     Rows,

@@ -15,7 +15,8 @@ from torch.optim import SGD
 
 from lightning_pack import EnergonPackDataModule, PackingPolicy, TokenNormalizer
 from lightning_pack.callbacks import PackedAttention
-from lightning_pack.row import EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource
 from tests.numbers_data import NumberEncoder
 from tests.test_precision import CLIP, ROUNDOFF, Data, Packed, fit_unpacked, options_of, relative
 from tests.tiny_models import alone_loss, make_sources, pack_row, quiet_trainer, tiny_model

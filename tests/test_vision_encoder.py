@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 from lightning_pack.encoders import LeaveOut, MediaRecord, TemplateError, VisionChatEncoder, mrope_positions
 from lightning_pack.encoders.images import EncodedImage
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.tiny_vision import chat, image_processor, picture, sample, vision_encoder, vision_model, vision_tokenizer
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]

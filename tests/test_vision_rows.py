@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from lightning_pack import ContextSlice, PackingPolicy, ParallelLayout
 from lightning_pack.attention import STRICT_ATTENTION, ActivatedModel, leaking_sources
-from lightning_pack.row import IGNORE, EncodedSource, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource, Pack
 from tests.test_vision_encoder import record
 from tests.tiny_models import forward_inputs, gradients_of, largest_difference
 from tests.tiny_vision import vision_encoder, vision_model

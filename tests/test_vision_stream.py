@@ -17,7 +17,7 @@ from lightning_pack.encoders import VisionChatEncoder
 from lightning_pack.energon.position import Buffer, StagePosition
 from lightning_pack.energon.task_encoder import PackTaskEncoder
 from lightning_pack.offline import prepack
-from lightning_pack.row import EncodedSource, Pack
+from lightning_pack.source import EncodedSource, Pack
 from tests.test_exact_position import through_a_file
 from tests.test_vision_rows import same_row
 from tests.tiny_vision import chat, image_processor, picture, sample, vision_encoder, vision_tokenizer, write_shards

@@ -18,7 +18,7 @@ from lightning_pack import EnergonPackDataModule, PackedAttention, PackedBatch, 
 from lightning_pack.encoders import MediaRecord
 from lightning_pack.prepare import prepare_jsonl, prepare_skimage
 from lightning_pack.prepare.skimage import LOADERS, captioned
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 from tests.test_packed_equals_unpacked import LossCurve
 from tests.test_vision_rows import alone, summed_loss
 from tests.tiny_models import quiet_trainer

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource
 
 VOCABULARY = 64
 LENGTHS = (7, 1, 12, 5, 9)

@@ -16,7 +16,8 @@ from lightning_pack.attention.preservation import left_as_it_was
 from lightning_pack.attention.registration import ATTENTION, STRICT_ATTENTION
 from lightning_pack.attention.verdict import IsolationVerdict, SourceIsolation
 from lightning_pack.layout import RowLayout
-from lightning_pack.row import EncodedSource, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource, Pack
 
 #: Sources are padded to this, so that the row has a gap as well.
 _MULTIPLE = 2

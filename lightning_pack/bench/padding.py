@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource
 
 
 def sources_of(batch: PackedBatch) -> list[EncodedSource]:

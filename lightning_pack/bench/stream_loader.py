@@ -20,7 +20,7 @@ from lightning_pack.energon import StreamOptions, sample_sources
 from lightning_pack.energon.dataset import open_evaluation_share
 from lightning_pack.energon.worker import End, Whereabouts, rows_of_share
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 
 class _Lengths:

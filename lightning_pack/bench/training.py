@@ -19,7 +19,8 @@ from lightning_pack.bench.comparison import Comparison
 from lightning_pack.bench.padding import Padded, groups_of_rows, groups_of_tokens, padded, sources_of
 from lightning_pack.callbacks import PackedAttention, PackingMonitor
 from lightning_pack.module import PackedCausalLM
-from lightning_pack.row import IGNORE, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE
 
 
 def _fastest(sides: Sequence[Callable[[], Any]], *, turns: int) -> list[float]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_pack.attention import find_models
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource
 
 
 def heaviest_rows(policy: PackingPolicy, *, packs_per_batch: int, token_ids: Tensor) -> dict[str, PackedBatch]:

@@ -11,7 +11,7 @@ from torch import distributed
 
 from lightning_pack.callbacks.work import Imbalance
 from lightning_pack.metrics import PackingStats, counted_reason
-from lightning_pack.row import LeftOut
+from lightning_pack.source import LeftOut
 
 #: Sample keys that are kept for each reason.
 EXAMPLES = 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pack.collated.fields import CollatedBatchError, Contents
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 
 
 class Extent(NamedTuple):

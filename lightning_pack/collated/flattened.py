@@ -15,7 +15,7 @@ from lightning_pack.collated.fields import CollatedBatchError, Contents
 from lightning_pack.collated.gathering import gather_row
 from lightning_pack.collated.row import CollatedRow
 from lightning_pack.layout import RowLayout
-from lightning_pack.row import EncodedSource, Pack
+from lightning_pack.source import EncodedSource, Pack
 
 
 def is_flattened(named: Mapping[str, Any]) -> bool:

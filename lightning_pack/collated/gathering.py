@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_pack.collated.fields import Contents
 from lightning_pack.collated.row import CollatedRow
-from lightning_pack.row import IGNORE, Pack
+from lightning_pack.source import IGNORE, Pack
 
 
 def gather_row(packs: Iterable[Pack], contents: Contents, *, places: list[int], pad_id: int) -> CollatedRow:

@@ -15,7 +15,8 @@ from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.sources import sources_of
 from lightning_pack.collated.waiting import LoaderPosition, WindowedPacks, plain_copy
 from lightning_pack.policy import AUTO, PackingPolicy
-from lightning_pack.row import LeftOut, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import LeftOut
 from lightning_pack.tracked import Fetched, TrackedLoader
 
 OnMismatch = Literal["error", "restart"]

@@ -14,7 +14,7 @@ from lightning_pack.collated.gathering import gather_row
 from lightning_pack.collated.row import CollatedRow
 from lightning_pack.collated.usable import usable_policy
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import IGNORE, EncodedSource, Pack
+from lightning_pack.source import IGNORE, EncodedSource, Pack
 
 #: Media of models whose positions depend on them.
 _GRIDS = ("image_grid_thw", "video_grid_thw")

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_pack.collated.extent import extents
 from lightning_pack.collated.fields import BOUNDARIES, BatchFields, CollatedBatchError, Contents, contents_of
 from lightning_pack.collated.flattened import is_flattened, offsets_of
-from lightning_pack.row import IGNORE, EncodedSource, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource
 
 
 def sources_of(batch: Any, *, roles: BatchFields, name: str) -> list[EncodedSource]:
@@ -22,7 +23,7 @@ def sources_of(batch: Any, *, roles: BatchFields, name: str) -> list[EncodedSour
     Args:
         batch: as :func:`~lightning_pack.collated.pack_collated` takes it, but frozen dataclasses and named tuples too, since it
             is not changed; or a list of samples, each a mapping or dataclass with ``input_ids`` ``[L]`` and ``labels`` ``[L]``,
-            or an :class:`~lightning_pack.row.EncodedSource`.
+            or an :class:`~lightning_pack.source.EncodedSource`.
         roles: what the entries are.
         name: of the batch, for sources without a key.
 

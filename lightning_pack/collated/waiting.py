@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, LeftOut, Pack
+from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 
 @dataclass(frozen=True, kw_only=True)

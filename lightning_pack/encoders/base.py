@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 
 class LeaveOut(ValueError):  # noqa: N818 (it names what happens to the record)
     """Raised by an encoder for a record that cannot be trained on; it is reported, never lost silently.
 
     Args:
-        reason: ``"corrupt"``, ``"empty"`` or ``"no_targets"``, as counted in :class:`~lightning_pack.row.LeftOut`.
+        reason: ``"corrupt"``, ``"empty"`` or ``"no_targets"``, as counted in :class:`~lightning_pack.source.LeftOut`.
         message: what is wrong with this record, in words.
         problem: short name of the fault, the same for every record that has it; ``reason`` unless given.
     """

@@ -21,7 +21,7 @@ import torch
 from lightning_pack.encoders.base import LeaveOut, TemplateError
 from lightning_pack.encoders.messages import Message, read_messages
 from lightning_pack.encoders.tokenizer import no_fork_warning, padding_id, tokenizer_fingerprint
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

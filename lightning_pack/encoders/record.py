@@ -9,7 +9,7 @@ from lightning_pack.encoders.chat import ChatEncoder, TemplateValue
 from lightning_pack.encoders.messages import read_record
 from lightning_pack.encoders.text import PlainTextEncoder
 from lightning_pack.encoders.tokenizer import tokenizer_fingerprint
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

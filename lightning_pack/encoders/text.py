@@ -10,7 +10,7 @@ import torch
 from lightning_pack.encoders.base import LeaveOut
 from lightning_pack.encoders.messages import read_text
 from lightning_pack.encoders.tokenizer import no_fork_warning, padding_id, tokenizer_fingerprint
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

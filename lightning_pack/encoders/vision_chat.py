@@ -19,7 +19,7 @@ from lightning_pack.encoders.images import EncodedImage
 from lightning_pack.encoders.tokenizer import load_tokenizer
 from lightning_pack.encoders.vision_checks import check_image_processor, check_template, known_token
 from lightning_pack.media import nbytes
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from lightning_pack.energon.dataset import StreamOptions, open_share
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.reader import Position, RankReader, WorkerPosition, Workers
 from lightning_pack.energon.state import from_plain, to_plain
-from lightning_pack.row import LeftOut
+from lightning_pack.source import LeftOut
 from lightning_pack.tracked import Fetched, TrackedLoader
 
 

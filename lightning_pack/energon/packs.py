@@ -11,7 +11,7 @@ from megatron.energon.flavors.base_dataset import SavableDataset
 
 from lightning_pack.energon.fields import damaged
 from lightning_pack.energon.position import Buffer, DamagedDataError, RestoreKey, StagePosition, hashes
-from lightning_pack.row import EncodedSource, LeftOut, Pack
+from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 #: So many sources in a row without one that can be trained on end the run.
 MOST_LEFT_OUT_IN_A_ROW = 10_000

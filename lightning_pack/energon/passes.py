@@ -10,7 +10,8 @@ import torch
 
 from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share
 from lightning_pack.energon.reader import RankReader, Workers
-from lightning_pack.row import IGNORE, EncodedSource, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, EncodedSource, Pack
 
 
 class PassLoader:

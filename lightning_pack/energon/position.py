@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.energon.state import FlexState
 
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 #: Bytes of the hash of a source.
 HASH_BYTES = 8

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import End, Whereabouts, WorkerHere, WorkerProcess
-from lightning_pack.row import LeftOut, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import LeftOut
 
 
 class WorkerPosition(NamedTuple):

@@ -16,7 +16,7 @@ from lightning_pack.energon.index import hold_indices
 from lightning_pack.energon.outage import StorageError
 from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.energon.worker import Whereabouts
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 OnDamaged = Literal["error", "skip"]
 

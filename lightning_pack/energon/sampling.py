@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_pack.energon.dataset import StreamOptions, has_end, open_evaluation_share, open_share
 from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.worker import Whereabouts
-from lightning_pack.row import EncodedSource, LeftOut
+from lightning_pack.source import EncodedSource, LeftOut
 
 #: Sources that ``algorithm="auto"`` looks at.
 MOST_SAMPLED = 2048

@@ -15,7 +15,8 @@ from lightning_pack.energon.packs import Emitted, PackStream, Select
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.window import in_balance
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 
 class PackingStage(BaseWrapperDataset[EncodedSource, PackedBatch]):

@@ -35,7 +35,8 @@ from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.policy_checks import check_encoder
-from lightning_pack.row import EncodedSource, LeftOut, Pack, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_pack.energon.packs import Emitted
 from lightning_pack.energon.position import StagePosition
-from lightning_pack.row import Pack
+from lightning_pack.source import Pack
 
 
 class StartAgain(Exception):  # noqa: N818 - it is an order, not an error

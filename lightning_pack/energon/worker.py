@@ -33,7 +33,8 @@ from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.window import StartAgain
-from lightning_pack.row import LeftOut, PackedBatch
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import LeftOut
 
 #: Before each message.
 _SIZE = struct.Struct("!Q")

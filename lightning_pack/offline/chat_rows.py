@@ -17,7 +17,7 @@ from lightning_pack.encoders import Encoder, LeaveOut
 from lightning_pack.offline.given_row import GivenRow, GivenRowError, GivenSource, attempted
 from lightning_pack.overlength import admitted, too_long
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import IGNORE, EncodedSource, LeftOut
+from lightning_pack.source import IGNORE, EncodedSource, LeftOut
 
 
 def conversations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

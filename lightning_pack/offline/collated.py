@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from lightning_pack.offline.given_row import GivenRow, GivenRowError, GivenSource, attempted, mask_of, whole_numbers
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 
 _NAMES = (
     *("input_ids", "tokens", "packed_cu_seqlens", "packed_cu_seqlens_lengths", "packed_max_seqlen", "labels", "targets"),

@@ -24,7 +24,7 @@ from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
 from lightning_pack.policy_checks import refuse_media
-from lightning_pack.row import IGNORE, LeftOut
+from lightning_pack.source import IGNORE, LeftOut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

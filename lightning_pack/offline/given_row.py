@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_pack.offline.row_file import Row
-from lightning_pack.row import IGNORE, LeftOut
+from lightning_pack.source import IGNORE, LeftOut
 
 _MOST_ID = 2**31 - 1
 

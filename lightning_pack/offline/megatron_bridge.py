@@ -29,7 +29,7 @@ import numpy as np
 from lightning_pack.offline.given_row import GivenRow, GivenRowError, GivenSource, attempted, mask_of, whole_numbers
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.row_file import Row, samples_of
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 
 try:
     from numpy._core import multiarray

@@ -17,7 +17,7 @@ from lightning_pack.layout import RowLayout
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.row_file import DamagedRowError, Row
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource, LeftOut, Pack
+from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 
 @dataclass(kw_only=True, repr=False)

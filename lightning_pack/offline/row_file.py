@@ -1,8 +1,8 @@
 """A packed row on disk: two members of a tar file, readable with nothing but JSON and numpy.
 
 ``KEY.json`` says which sources the row has and where they lie; ``KEY.npy`` is int32 ``[2, L]``, the token ids and labels of
-its sources end to end, without pads (labels are those of :class:`~lightning_pack.row.EncodedSource`: not shifted, -100 where a
-token is no target). Both carry a hash, so that a changed byte is found when the row is read.
+its sources end to end, without pads (labels are those of :class:`~lightning_pack.source.EncodedSource`: not shifted, -100
+where a token is no target). Both carry a hash, so that a changed byte is found when the row is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pack.row import IGNORE
+from lightning_pack.source import IGNORE
 
 #: Version of the two members.
 ROW_FORMAT = 1

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share
 from lightning_pack.energon.worker import Whereabouts
-from lightning_pack.row import EncodedSource, LeftOut
+from lightning_pack.source import EncodedSource, LeftOut
 
 #: Samples of the data that make it worth having a further part, and how many parts there are at most.
 _SAMPLES_PER_PART, _MOST_PARTS = 256, 256
