@@ -20,6 +20,7 @@ from lightning_pack.cli import main
 from lightning_pack.encoders import RecordEncoder
 from lightning_pack.offline import GivenRowError, Manifest, ManifestError, convert, verify
 from lightning_pack.offline.collated import boundaries
+from lightning_pack.offline.megatron_bridge import _objects
 from lightning_pack.prepare import train_tokenizer
 from lightning_pack.row import IGNORE
 from tests.conftest import vectors
@@ -165,6 +166,62 @@ def test_a_pickle_is_not_run(tmp_path: Path, harm: Any, monkeypatch: pytest.Monk
     ):
         convert(file, tmp_path / "rows")
     assert not Path("ran").exists()
+
+
+ADDRESS = b"\x01" * 8
+
+
+class Called:
+    """An array whose object is an address."""
+
+    def __reduce__(self) -> Any:
+        return np.ndarray, ((1,), np.dtype("O"), ADDRESS)
+
+
+class Hidden:
+    """A dtype that hides that it holds objects."""
+
+    def __reduce__(self) -> Any:
+        return np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+
+
+class Filled:
+    """An array that is filled with other content than it says."""
+
+    def __init__(self, kind: Any, content: Any) -> None:
+        self.kind, self.content = kind, content
+
+    def __reduce__(self) -> Any:
+        make, given, _ = np.empty(0, dtype=object).__reduce__()  # type: ignore[misc]
+        return make, given, (1, (3,), self.kind, False, self.content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (Called(), r"not callable"),
+        (Filled(Hidden(), ADDRESS * 3), r"it asks for the dtype 'V8'"),
+        (Filled(np.dtype([("a", "O")]), [(1,)] * 3), r"it asks for the dtype 'V8'"),
+        (Filled(np.dtype("O"), ADDRESS * 3), r"it holds an array of 3 objects that are no such list"),
+        (Filled(np.dtype("O"), []), r"it holds an array of 3 objects that are no such list"),
+        (Filled(np.dtype("i8"), ADDRESS), r"it holds an array of 3 int64 in another number of bytes"),
+    ],
+)
+def test_a_pickle_cannot_name_addresses(tmp_path: Path, harm: Any, text: str) -> None:
+    file = write_npy(tmp_path / "data.npy", [ROW, harm])
+    # Where an address is read, the process ends.
+    with pytest.raises(ValueError, match=rf"data\.npy is not read.*{text}"):
+        convert(file, tmp_path / "rows")
+
+
+def test_arrays_of_every_plain_kind_are_read(tmp_path: Path) -> None:
+    fortran = np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3))
+    held = [fortran, np.array([1.5]), np.array(["ä"]), np.int64(7), np.bool_(True), np.array([{"a": [1]}, None]), b"ab"]
+    file = write_npy(tmp_path / "data.npy", [held, {"x": 1}])
+    found, other = _objects(file)
+    assert other == {"x": 1}
+    for before, after in zip(held, found, strict=True):
+        assert np.array_equal(before, after)
 
 
 def test_files_of_no_known_format_are_refused(tmp_path: Path) -> None:
