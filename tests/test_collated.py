@@ -362,6 +362,18 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
             r"mask of source 'batch 3, row 0' has 3 real tokens within 4: a hole",
         ),
         (
+            {"input_ids": ONES, "attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 0, 0]])},
+            r"mask of source 'batch 3, row 0' has 2 values that are neither 0 \(padding\) nor 1: sources that it numbers",
+        ),
+        (
+            {"input_ids": ONES, "attention_mask": torch.tensor([[0, 0, 0, 0], [0, 0, -1e9, -1e9]])},
+            r"row 1' has 2 values that are neither",
+        ),
+        (
+            {"input_ids": ONES[:1], "attention_mask": ONES[:1], "position_ids": torch.tensor([[0, 1, 0, 1]])},
+            r"position_ids of source.*where they restart because several sources are packed.*leave attention_mask out",
+        ),
+        (
             {"input_ids": ONES, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "labels": ONES},
             r"2 labels of source 'batch 3, row 1' are targets outside of its real tokens.*set them to -100",
         ),
