@@ -231,11 +231,13 @@ def test_files_of_no_known_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "a"}')
     (tmp_path / "x.csv").write_text("1,2")
     write_parquet(tmp_path / "columns.parquet", [{"input_ids": [1]}])
+    parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(ROW, 1)]), tmp_path / "numbers.parquet")
     for name, text in (
         ("plain.npy", "packed rows are an array of dicts"),
         ("broken.npy", r"is no \.npy file"),
         ("broken.parquet", "cannot be read as Parquet"),
         ("columns.parquet", "has the columns input_ids; packed rows need input_ids, loss_mask, seq_start_id"),
+        ("numbers.parquet", r"the column input_ids of .* is int64; packed rows hold a list of whole numbers in each row"),
         ("text.jsonl", "neither a packed chat"),
         ("x.csv", "is of no known format"),
         ("missing.npy", "there is no file or folder"),
@@ -384,6 +386,25 @@ def test_real_lengths_are_taken_where_they_are_said(tmp_path: Path) -> None:
     assert (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()) == ([0, 3, 6], [0, 4, 8])
     assert batch.input_ids.tolist() == [said["input_ids"]]
     assert [list(source[0]) for _, source in sources_of([batch])] == said["conversations"]
+
+
+def test_a_batch_that_is_none_is_named_or_skipped(tmp_path: Path) -> None:
+    row = vector_row()
+    file = tmp_path / "row.jsonl"
+    for line, text in (("{bad", r"row\.jsonl\[1\]: the line is no JSON"), ("[1]", r"row\.jsonl\[1\] is a list, a batch is a")):
+        file.write_text("\n".join([json.dumps(row), line, json.dumps(row)]))
+        with pytest.raises(GivenRowError, match=text):
+            convert(file, tmp_path / "rows")
+        found = convert(file, tmp_path / "rows", on_bad_row="skip", overwrite=True).manifest.splits["train"]
+        assert (found.rows, found.left_out["corrupt"].examples) == (2, ["row.jsonl[1]"])
+        shutil.rmtree(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("pad_id", [-1, True, "0"])
+def test_a_pad_id_is_a_token_id(tmp_path: Path, pad_id: Any) -> None:
+    file = write_parquet(tmp_path / "data.parquet", [ROW])
+    with pytest.raises(ValueError, match=rf"pad_id={pad_id!r}: a token id is needed"):
+        convert(file, tmp_path / "rows", pad_id=pad_id)
 
 
 def test_labels_of_a_collated_row_are_moved_already(tmp_path: Path) -> None:

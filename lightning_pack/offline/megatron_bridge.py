@@ -65,6 +65,12 @@ def read_parquet(path: Path) -> Iterator[GivenRow | GivenRowError]:
         missing = [name for name in COLUMNS if name not in names]
         if missing:
             raise ValueError(f"{path} has the columns {', '.join(names)}; packed rows need {', '.join(COLUMNS)}")
+        single = [name for name in COLUMNS if file.schema_arrow.field(name).type.num_fields != 1]
+        if single:
+            found = file.schema_arrow.field(single[0]).type
+            raise ValueError(
+                f"the column {single[0]} of {path} is {found}; packed rows hold a list of whole numbers in each row"
+            )
         number = 0
         for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=list(COLUMNS)):
             columns = {name: batch.column(name) for name in COLUMNS}
