@@ -393,6 +393,10 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
             {"input_ids": ONES, "attention_mask": ONES, "inputs_embeds": ONES},
             r"holds inputs_embeds: packing needs the token ids",
         ),
+        (
+            {"input_ids": ONES, "attention_mask": ONES, "num_items_in_batch": 8},
+            r"holds num_items_in_batch: the loss would be divided by it.*leave_out=\('num_items_in_batch',\)",
+        ),
         ({"input_ids": ONES, "attention_mask": ONES, "decoder_input_ids": ONES}, r"not for encoder-decoder models"),
         (
             {"input_ids": ONES, "attention_mask": ONES, "cu_seq_lens_q": [0, 4]},
