@@ -225,7 +225,7 @@ def test_what_lies_along_tokens_and_what_belongs_to_sources_travels() -> None:
         "score": torch.arange(count),
         "pair": torch.arange(2 * count).reshape(count, 2),
         "text": [f"t{i}" for i in range(count)],
-        "num_items_in_batch": torch.tensor(20),
+        "temperature": torch.tensor(20),
         "note": "x",
         "nothing": None,
     }
@@ -240,7 +240,7 @@ def test_what_lies_along_tokens_and_what_belongs_to_sources_travels() -> None:
     assert row.extras["score"].tolist() == row.places
     assert row.extras["pair"].tolist() == [[2 * i, 2 * i + 1] for i in row.places]
     assert row.extras["text"] == [f"t{i}" for i in row.places]
-    assert (row.extras["num_items_in_batch"], row.extras["note"], row.extras["nothing"]) == (20, "x", None)
+    assert (row.extras["temperature"], row.extras["note"], row.extras["nothing"]) == (20, "x", None)
     # The shape does not tell; names do.
     batch["embedding"] = torch.randn(count, width)
     row = packed(batch, roles=BatchFields(per_source=("embedding",), leave_out=("note",)))
