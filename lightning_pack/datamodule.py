@@ -26,7 +26,7 @@ from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
-from lightning_pack.offline.agreement import replayed
+from lightning_pack.offline.agreement import refuse_other_tokens, replayed
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.parallel import ParallelLayout
@@ -348,7 +348,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
                 raise ValueError(
                     f"of {self.path!r} and val_path={path!r} one holds packed rows and the other does not: give rows for both"
                 )
-            if replay is not None:
+            if replay is not None and self._row_encoder is not None:
+                refuse_other_tokens(self.path, self._row_encoder.made_by, path, replay[0].made_by)
                 options = replace(options, encoder=replay[0], policy=replay[1])
         if options.policy.algorithm == "auto":
             if self._stream is not None:

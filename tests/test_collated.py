@@ -225,7 +225,7 @@ def test_what_lies_along_tokens_and_what_belongs_to_sources_travels() -> None:
         "score": torch.arange(count),
         "pair": torch.arange(2 * count).reshape(count, 2),
         "text": [f"t{i}" for i in range(count)],
-        "num_items_in_batch": torch.tensor(20),
+        "temperature": torch.tensor(20),
         "note": "x",
         "nothing": None,
     }
@@ -240,7 +240,7 @@ def test_what_lies_along_tokens_and_what_belongs_to_sources_travels() -> None:
     assert row.extras["score"].tolist() == row.places
     assert row.extras["pair"].tolist() == [[2 * i, 2 * i + 1] for i in row.places]
     assert row.extras["text"] == [f"t{i}" for i in row.places]
-    assert (row.extras["num_items_in_batch"], row.extras["note"], row.extras["nothing"]) == (20, "x", None)
+    assert (row.extras["temperature"], row.extras["note"], row.extras["nothing"]) == (20, "x", None)
     # The shape does not tell; names do.
     batch["embedding"] = torch.randn(count, width)
     row = packed(batch, roles=BatchFields(per_source=("embedding",), leave_out=("note",)))
@@ -362,6 +362,18 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
             r"mask of source 'batch 3, row 0' has 3 real tokens within 4: a hole",
         ),
         (
+            {"input_ids": ONES, "attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 0, 0]])},
+            r"mask of source 'batch 3, row 0' has 2 values that are neither 0 \(padding\) nor 1: sources that it numbers",
+        ),
+        (
+            {"input_ids": ONES, "attention_mask": torch.tensor([[0, 0, 0, 0], [0, 0, -1e9, -1e9]])},
+            r"row 1' has 2 values that are neither",
+        ),
+        (
+            {"input_ids": ONES[:1], "attention_mask": ONES[:1], "position_ids": torch.tensor([[0, 1, 0, 1]])},
+            r"position_ids of source.*where they restart because several sources are packed.*leave attention_mask out",
+        ),
+        (
             {"input_ids": ONES, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "labels": ONES},
             r"2 labels of source 'batch 3, row 1' are targets outside of its real tokens.*set them to -100",
         ),
@@ -380,6 +392,10 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
         (
             {"input_ids": ONES, "attention_mask": ONES, "inputs_embeds": ONES},
             r"holds inputs_embeds: packing needs the token ids",
+        ),
+        (
+            {"input_ids": ONES, "attention_mask": ONES, "num_items_in_batch": 8},
+            r"holds num_items_in_batch: the loss would be divided by it.*leave_out=\('num_items_in_batch',\)",
         ),
         ({"input_ids": ONES, "attention_mask": ONES, "decoder_input_ids": ONES}, r"not for encoder-decoder models"),
         (

@@ -153,6 +153,7 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
         ([{"input_ids": [1, 2]}], r"batch 0, row 0 has no labels"),
         ([{"input_ids": [1, 2], "labels": [1]}], r"row 0 has 2 input_ids and 1 labels"),
         ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}], r"sample with padding"),
+        ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 2]}], r"sample with padding or several sources"),
         ([{"input_ids": [1, 2], "labels": [1, 2], "x": 3}], r"row 0 holds x, for which.*leave_out=\('x',\)"),
         ([{"input_ids": [[1, 2]], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list or tensor \[L\]"),
         (

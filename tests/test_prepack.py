@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -323,6 +324,18 @@ def test_a_process_that_dies_or_fails_ends_the_run(few: Path, tmp_path: Path) ->
         pack_rows(few, tmp_path / "others", workers=2, overlength="error")
 
 
+def test_a_full_disk_is_named_and_the_run_goes_on(few: Path, few_rows: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"the rows for .*rows cannot be written \(.*too large.*make room"):
+            pack_rows(few, tmp_path / "rows")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "rows").exists()
+    assert files(pack_rows(few, tmp_path / "rows").path) == files(few_rows)
+
+
 def test_only_one_run_writes_at_a_time(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workplace, "_LAST_BREATH", 0.2)
     with (
@@ -342,6 +355,13 @@ def moved_boundary(samples: list[Any]) -> list[Any]:
     offsets = [row.offsets[0], row.offsets[1] + 4, *row.offsets[2:]]
     moved = Row(**{**vars(row), "offsets": offsets})
     return [(samples[0][0], moved.parts()), *samples[1:]]
+
+
+def without_a_shard(rows: Path) -> None:
+    path = rows / ".nv-meta" / "split.yaml"
+    text = path.read_text()
+    assert "train-{0000..0003}.tar" in text
+    path.write_text(text.replace("train-{0000..0003}.tar", "train-{0000..0002}.tar"))
 
 
 @pytest.mark.parametrize(
@@ -367,6 +387,15 @@ def moved_boundary(samples: list[Any]) -> list[Any]:
         ),
         (lambda rows: rewrite(rows / "train-0000.tar", moved_boundary), [r"row train-row00000000"]),
         (lambda rows: shutil.rmtree(rows / ".nv-meta"), ["Energon's index is missing"]),
+        (
+            lambda rows: (rows / "train-0001.tar.idx").write_bytes((rows / "train-0001.tar.idx").read_bytes()[:40]),
+            [r"index of train-0001\.tar is not that of its rows"],
+        ),
+        (
+            lambda rows: (rows / ".nv-meta" / ".info.json").write_text('{"energon_version": "7", "shard_counts": {}}'),
+            [r"split 'train': "],
+        ),
+        (without_a_shard, [r"split 'train': Energon's index has \d+ rows, the manifest says \d+"]),
         (lambda rows: (rows / "train-0000.tar").write_bytes(b"\x07" * 4096), [r"train-0000\.tar: cannot be read after row 0"]),
     ],
 )

@@ -349,6 +349,13 @@ def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
     other = train_tokenizer(["something else entirely"] * 5, vocab_size=300)
     with pytest.raises(ManifestError, match=r"encoder\.tokenizer\.backend: '\w+' in the rows, '\w+' now"):
         module(rows, tokenizer=other)
+    other.save_pretrained(tmp_path / "other")
+    others = prepack(tmp_path / "data", tmp_path / "others", capacity=128, tokenizer=tmp_path / "other", workers=0).path
+    mixed = module(rows, val_path=others, encoder=None)
+    with pytest.raises(
+        ManifestError, match=r"made with different tokenizers.*\n  encoder\.tokenizer\.backend: '\w+' and '\w+'"
+    ):
+        mixed.val_dataloader()
     tokenizer.chat_template = tokenizer.chat_template.replace("user", "human") + " "
     with pytest.raises(
         ManifestError, match=r"made with other settings:\n  encoder\.tokenizer\.chat_template: '\w+' in the"
@@ -409,7 +416,7 @@ def test_a_manifest_that_cannot_be_read_is_an_error(copied: Path) -> None:
     ):
         assert changed != text
         (copied / "manifest.json").write_text(changed)
-        with pytest.raises(ManifestError, match=said):
+        with pytest.raises(ManifestError, match=f"{said}.*remove the folder yourself"):
             module(copied)
     # Someone else's file is none of ours.
     (copied / "manifest.json").write_text('{"name": "an app"}')

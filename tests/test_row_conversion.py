@@ -20,6 +20,7 @@ from lightning_pack.cli import main
 from lightning_pack.encoders import RecordEncoder
 from lightning_pack.offline import GivenRowError, Manifest, ManifestError, convert, verify
 from lightning_pack.offline.collated import boundaries
+from lightning_pack.offline.megatron_bridge import _objects
 from lightning_pack.prepare import train_tokenizer
 from lightning_pack.source import IGNORE
 from tests.conftest import vectors
@@ -167,6 +168,62 @@ def test_a_pickle_is_not_run(tmp_path: Path, harm: Any, monkeypatch: pytest.Monk
     assert not Path("ran").exists()
 
 
+ADDRESS = b"\x01" * 8
+
+
+class Called:
+    """An array whose object is an address."""
+
+    def __reduce__(self) -> Any:
+        return np.ndarray, ((1,), np.dtype("O"), ADDRESS)
+
+
+class Hidden:
+    """A dtype that hides that it holds objects."""
+
+    def __reduce__(self) -> Any:
+        return np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+
+
+class Filled:
+    """An array that is filled with other content than it says."""
+
+    def __init__(self, kind: Any, content: Any) -> None:
+        self.kind, self.content = kind, content
+
+    def __reduce__(self) -> Any:
+        make, given, _ = np.empty(0, dtype=object).__reduce__()  # type: ignore[misc]
+        return make, given, (1, (3,), self.kind, False, self.content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (Called(), r"not callable"),
+        (Filled(Hidden(), ADDRESS * 3), r"it asks for the dtype 'V8'"),
+        (Filled(np.dtype([("a", "O")]), [(1,)] * 3), r"it asks for the dtype 'V8'"),
+        (Filled(np.dtype("O"), ADDRESS * 3), r"it holds an array of 3 objects that are no such list"),
+        (Filled(np.dtype("O"), []), r"it holds an array of 3 objects that are no such list"),
+        (Filled(np.dtype("i8"), ADDRESS), r"it holds an array of 3 int64 in another number of bytes"),
+    ],
+)
+def test_a_pickle_cannot_name_addresses(tmp_path: Path, harm: Any, text: str) -> None:
+    file = write_npy(tmp_path / "data.npy", [ROW, harm])
+    # Where an address is read, the process ends.
+    with pytest.raises(ValueError, match=rf"data\.npy is not read.*{text}"):
+        convert(file, tmp_path / "rows")
+
+
+def test_arrays_of_every_plain_kind_are_read(tmp_path: Path) -> None:
+    fortran = np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3))
+    held = [fortran, np.array([1.5]), np.array(["ä"]), np.int64(7), np.bool_(True), np.array([{"a": [1]}, None]), b"ab"]
+    file = write_npy(tmp_path / "data.npy", [held, {"x": 1}])
+    found, other = _objects(file)
+    assert other == {"x": 1}
+    for before, after in zip(held, found, strict=True):
+        assert np.array_equal(before, after)
+
+
 def test_files_of_no_known_format_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "plain.npy", np.zeros((2, 3)))
     (tmp_path / "broken.npy").write_bytes(b"nothing")
@@ -174,11 +231,13 @@ def test_files_of_no_known_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "a"}')
     (tmp_path / "x.csv").write_text("1,2")
     write_parquet(tmp_path / "columns.parquet", [{"input_ids": [1]}])
+    parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(ROW, 1)]), tmp_path / "numbers.parquet")
     for name, text in (
         ("plain.npy", "packed rows are an array of dicts"),
         ("broken.npy", r"is no \.npy file"),
         ("broken.parquet", "cannot be read as Parquet"),
         ("columns.parquet", "has the columns input_ids; packed rows need input_ids, loss_mask, seq_start_id"),
+        ("numbers.parquet", r"the column input_ids of .* is int64; packed rows hold a list of whole numbers in each row"),
         ("text.jsonl", "neither a packed chat"),
         ("x.csv", "is of no known format"),
         ("missing.npy", "there is no file or folder"),
@@ -327,6 +386,25 @@ def test_real_lengths_are_taken_where_they_are_said(tmp_path: Path) -> None:
     assert (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()) == ([0, 3, 6], [0, 4, 8])
     assert batch.input_ids.tolist() == [said["input_ids"]]
     assert [list(source[0]) for _, source in sources_of([batch])] == said["conversations"]
+
+
+def test_a_batch_that_is_none_is_named_or_skipped(tmp_path: Path) -> None:
+    row = vector_row()
+    file = tmp_path / "row.jsonl"
+    for line, text in (("{bad", r"row\.jsonl\[1\]: the line is no JSON"), ("[1]", r"row\.jsonl\[1\] is a list, a batch is a")):
+        file.write_text("\n".join([json.dumps(row), line, json.dumps(row)]))
+        with pytest.raises(GivenRowError, match=text):
+            convert(file, tmp_path / "rows")
+        found = convert(file, tmp_path / "rows", on_bad_row="skip", overwrite=True).manifest.splits["train"]
+        assert (found.rows, found.left_out["corrupt"].examples) == (2, ["row.jsonl[1]"])
+        shutil.rmtree(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("pad_id", [-1, True, "0"])
+def test_a_pad_id_is_a_token_id(tmp_path: Path, pad_id: Any) -> None:
+    file = write_parquet(tmp_path / "data.parquet", [ROW])
+    with pytest.raises(ValueError, match=rf"pad_id={pad_id!r}: a token id is needed"):
+        convert(file, tmp_path / "rows", pad_id=pad_id)
 
 
 def test_labels_of_a_collated_row_are_moved_already(tmp_path: Path) -> None:

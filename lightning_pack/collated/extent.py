@@ -34,8 +34,8 @@ def extents(contents: Contents, *, name: str) -> list[Extent]:
         name: of the batch, for sources without a key.
 
     Raises:
-        CollatedBatchError: for masks with holes, lengths that do not fit, targets on pads, and position ids that do not count
-            up from 0 at the first real token.
+        CollatedBatchError: for masks with holes or other values than 0 and 1, lengths that do not fit, targets on pads, and
+            position ids that do not count up from 0 at the first real token.
     """
     ids, read = contents.input_ids, contents.read
     rows, width = ids.shape
@@ -95,15 +95,18 @@ def _from_device(contents: Contents, *, mask: Tensor | None, lengths: list[int] 
     place = torch.arange(width, device=ids.device)
     if mask is None:
         known = torch.as_tensor(lengths, device=ids.device)
-        real = place < known[:, None]
+        real = one = place < known[:, None]
     else:
-        real = mask.to(ids.device) != 0
+        mask = mask.to(ids.device)
+        # Others number the sources of a packed row in it, or add it to scores.
+        real, one = mask != 0, mask == 1
     first = torch.where(real, place, width).amin(1)
     last = torch.where(real, place, -1).amax(1)
     zero = torch.zeros_like(first)
     targets, stray = _targets(read, real=real, place=place, first=first, last=last)
     columns = {
         "real": real.sum(1),
+        "odd": (real & ~one).sum(1),
         "first": first,
         "last": last,
         "targets": targets,
@@ -118,6 +121,12 @@ def _from_device(contents: Contents, *, mask: Tensor | None, lengths: list[int] 
     if lengths is not None:
         _check_lengths(found["length"], width=width, names=names)
     for row, key in enumerate(names):
+        if found["odd"][row]:
+            raise CollatedBatchError(
+                f"the attention_mask of source {key!r} has {found['odd'][row]} values that are neither 0 (padding) nor 1: "
+                "sources that it numbers in a row packed already, or a mask to be added to scores, are not understood; return "
+                "a mask of 0 and 1, for packed rows cu_seq_lens_q or position_ids and no mask"
+            )
         length, span = found["real"][row], found["last"][row] - found["first"][row] + 1
         if length and span != length:
             raise CollatedBatchError(
@@ -136,7 +145,8 @@ def _from_device(contents: Contents, *, mask: Tensor | None, lengths: list[int] 
         if found["moved"][row]:
             raise CollatedBatchError(
                 f"position_ids of source {key!r} do not count up from 0 at its first real token ({found['moved'][row]} "
-                "differ), which is what a packed row gives it: leave position_ids out, or train it unpacked"
+                "differ), which is what a packed row gives it: leave position_ids out; where they restart because several "
+                "sources are packed in the row already, leave attention_mask out"
             )
     starts = (first if length else 0 for first, length in zip(found["first"], found["real"], strict=True))
     return [Extent(*each) for each in zip(names, starts, found["real"], found["targets"], strict=True)]

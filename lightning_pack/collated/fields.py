@@ -31,6 +31,7 @@ _REFUSED = {
     "past_key_values": "a packed row has no KV cache",
     "cache": "a packed row has no KV cache",
     "cache_position": "a packed row has no KV cache",
+    "num_items_in_batch": "the loss would be divided by it, and the gradient by the number of targets too",
 }
 
 

@@ -54,8 +54,7 @@ class BatchPacker:
 
         Raises:
             CollatedBatchError: for a batch that cannot be packed, and for one that comes packed in a stage whose others did
-            not,
-                or the other way round.
+                not, or the other way round.
         """
         if isinstance(batch, PackedBatch):
             self._refuse_mixture(stage, "PackedBatch", name)

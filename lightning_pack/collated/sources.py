@@ -130,9 +130,10 @@ def _sample(sample: Any, *, roles: BatchFields, name: str) -> EncodedSource:
     if len(targets) != len(ids):
         raise CollatedBatchError(f"{name} has {len(ids)} input_ids and {len(targets)} labels")
     mask = named.get("attention_mask")
-    if mask is not None and not bool((torch.as_tensor(mask) != 0).all()):
+    if mask is not None and not bool((torch.as_tensor(mask) == 1).all()):
         raise CollatedBatchError(
-            f"{name} is a sample with padding in its attention_mask: batch such samples, or cut the padding off"
+            f"{name} is a sample with padding or several sources in its attention_mask: batch such samples, cut "
+            "padding off, give sources one by one"
         )
     others = [
         entry

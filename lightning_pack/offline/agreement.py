@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -72,6 +73,23 @@ def replayed(
         )
     order = {} if packing is None else {name: getattr(packing, name) for name in _ORDER}
     return ReplayPolicy.of(manifest, **order)
+
+
+def refuse_other_tokens(path: str, encoder: Mapping[str, Any], val_path: str, val_encoder: Mapping[str, Any]) -> None:
+    """Make sure that the rows for training and those for validation consist of the same tokens, where that is known of both.
+
+    Raises:
+        ManifestError: naming each setting that differs, with both values.
+    """
+    here, there = flat({"encoder": encoder}), flat({"encoder": val_encoder})
+    names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
+    if here and there and names:
+        lines = [f"  {name}: {here.get(name, 'not set')!r} and {there.get(name, 'not set')!r}" for name in names]
+        raise ManifestError(
+            f"the rows in {path!r} and those in val_path={val_path!r} were made with different tokenizers or encoders:\n"
+            + "\n".join(lines)
+            + "\nWrite both with the same ('lightning-pack prepack')"
+        )
 
 
 def _packing(manifest: Manifest, packing: PackingPolicy) -> list[str]:

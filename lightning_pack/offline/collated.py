@@ -39,31 +39,27 @@ _NAMES = (
 
 
 def read_collated(path: Path) -> Iterator[GivenRow | GivenRowError]:
-    """The rows of all batches of a file, or what is wrong with each.
+    """The rows of all batches of a file, or what is wrong with each; a batch that is none counts as one row.
 
     Raises:
-        GivenRowError: for a batch that is none.
         ValueError: for a file that cannot be read.
     """
     for number, batch in enumerate(_batches(path)):
         place = f"{path.name}[{number}]"
-        if not isinstance(batch, Mapping):
-            raise GivenRowError(f"{place} is a {type(batch).__name__}, a batch is a dict")
-        rows = _rows(batch, place)
+        rows = attempted(partial(_rows, batch, place), place)
+        if isinstance(rows, GivenRowError):
+            yield rows
+            continue
         for i, row in enumerate(rows):
             at = place if len(rows) == 1 else f"{place}.{i}"
             yield attempted(partial(row_of, row, at), at)
 
 
 def _batches(path: Path) -> Iterator[Any]:
+    """Batches, or lines of JSON."""
     if path.suffix == ".jsonl":
         with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    if line.strip():
-                        yield json.loads(line)
-                except ValueError as e:
-                    raise GivenRowError(f"{path.name}: line {number} is no JSON ({e})") from e
+            yield from (line for line in file if line.strip())
         return
     try:
         if path.suffix == ".npz":
@@ -78,8 +74,15 @@ def _batches(path: Path) -> Iterator[Any]:
     yield from found if isinstance(found, list) else [found]
 
 
-def _rows(batch: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _rows(batch: Any, place: str) -> list[dict[str, Any]]:
     """The fields row by row."""
+    if isinstance(batch, str):
+        try:
+            batch = json.loads(batch)
+        except ValueError as e:
+            raise GivenRowError(f"{place}: the line is no JSON ({e})") from e
+    if not isinstance(batch, Mapping):
+        raise GivenRowError(f"{place} is a {type(batch).__name__}, a batch is a dict")
     given = {name: _plain(batch[name]) for name in _NAMES if batch.get(name) is not None}
     ids = given.get("input_ids", given.get("tokens"))
     if not isinstance(ids, list) or not ids:

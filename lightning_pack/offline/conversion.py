@@ -63,8 +63,7 @@ def convert(
     """Convert packed rows of another system into rows that :class:`~lightning_pack.EnergonPackDataModule` replays.
 
     The format is seen by the file: Megatron-Bridge's Parquet and ``.npy`` (:mod:`lightning_pack.offline.megatron_bridge`),
-    packed
-    chats of NeMo-RL and Megatron-LM (:mod:`~lightning_pack.offline.chat_rows`) and collated batches
+    packed chats of NeMo-RL and Megatron-LM (:mod:`~lightning_pack.offline.chat_rows`) and collated batches
     (:mod:`~lightning_pack.offline.collated`).
 
     Args:
@@ -87,6 +86,8 @@ def convert(
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row={on_bad_row!r} is not one of 'error', 'skip'")
+    if pad_id is not None and (type(pad_id) is not int or pad_id < 0):
+        raise ValueError(f"pad_id={pad_id!r}: a token id is needed, a whole number of at least 0")
     files = {"train": _files(source)} | ({} if val is None else {"val": _files(val)})
     forms = {_format(file) for found in files.values() for file in found}
     if len(forms) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -105,7 +106,10 @@ class GivenRow:
         return row, gone
 
 
-def attempted(make: Callable[[], GivenRow], place: str) -> GivenRow | GivenRowError:
+_Made = TypeVar("_Made")
+
+
+def attempted(make: Callable[[], _Made], place: str) -> _Made | GivenRowError:
     """The row, or why there is none: whoever reads on decides whether that ends the conversion."""
     try:
         return make()

@@ -22,6 +22,8 @@ DECIDE_ROWS = (
     *("min_bins", "bins_multiple_of", "delta", "seed"),
 )
 _EXAMPLES = 3
+#: A folder is never replaced for what cannot be read as a manifest.
+_RESTORE = "restore it, or remove the folder yourself and write the rows again"
 
 
 class ManifestError(ValueError):
@@ -182,18 +184,18 @@ class Manifest:
         try:
             state = json.loads(text)
         except ValueError as e:
-            raise ManifestError(f"{name} is damaged ({e}): write the rows again with --overwrite") from e
+            raise ManifestError(f"{name} is damaged ({e}): {_RESTORE}") from e
         if not isinstance(state, dict) or state.get("kind") != KIND:
             return None
         if state.get("format") != FORMAT:
-            raise ManifestError(f"{name} has format {state.get('format')!r}, this version reads {FORMAT}: write the rows again")
+            raise ManifestError(f"{name} has format {state.get('format')!r}, this version reads {FORMAT}: {_RESTORE}")
         try:
             values = {f.name: state[f.name] for f in fields(cls)}
             values["splits"] = {split: SplitStatistics.of(each) for split, each in state["splits"].items()}
             found = cls(**values)
             found.policy()
         except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise ManifestError(f"{name} is damaged ({type(e).__name__}: {e}): write the rows again with --overwrite") from e
+            raise ManifestError(f"{name} is damaged ({type(e).__name__}: {e}): {_RESTORE}") from e
         return found
 
     def policy(self) -> PackingPolicy:

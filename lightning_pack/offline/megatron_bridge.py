@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import pickle
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,15 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from lightning_pack.offline.array_pickle import ArrayUnpickler
 from lightning_pack.offline.given_row import GivenRow, GivenRowError, GivenSource, attempted, mask_of, whole_numbers
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.row_file import Row, samples_of
 from lightning_pack.source import IGNORE
-
-try:
-    from numpy._core import multiarray
-except ImportError:  # numpy 1
-    from numpy.core import multiarray  # type: ignore[no-redef]
 
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 #: Rows that are held in memory at a time, as there.
@@ -70,6 +65,12 @@ def read_parquet(path: Path) -> Iterator[GivenRow | GivenRowError]:
         missing = [name for name in COLUMNS if name not in names]
         if missing:
             raise ValueError(f"{path} has the columns {', '.join(names)}; packed rows need {', '.join(COLUMNS)}")
+        single = [name for name in COLUMNS if file.schema_arrow.field(name).type.num_fields != 1]
+        if single:
+            found = file.schema_arrow.field(single[0]).type
+            raise ValueError(
+                f"the column {single[0]} of {path} is {found}; packed rows hold a list of whole numbers in each row"
+            )
         number = 0
         for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=list(COLUMNS)):
             columns = {name: batch.column(name) for name in COLUMNS}
@@ -125,29 +126,6 @@ def row_of(record: Mapping[str, Any], place: str) -> GivenRow:
     return GivenRow(place=place, sources=sources)
 
 
-class _OnlyArrays(pickle.Unpickler):
-    """Makes nothing but built-in containers, numbers and numpy arrays."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """One of the few names that an array consists of."""
-        known = {
-            **{(f"numpy.{core}.multiarray", "_reconstruct"): multiarray._reconstruct for core in ("core", "_core")},
-            **{(f"numpy.{core}.multiarray", "scalar"): multiarray.scalar for core in ("core", "_core")},
-            ("numpy", "ndarray"): np.ndarray,
-            ("numpy", "dtype"): np.dtype,
-            ("_codecs", "encode"): _latin1,
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return known[module, name]
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}")
-    return text.encode("latin1")
-
-
 def _objects(path: Path) -> list[Any]:
     with path.open("rb") as file:
         try:
@@ -159,7 +137,7 @@ def _objects(path: Path) -> list[Any]:
         if not dtype.hasobject:
             raise ValueError(f"{path} holds {dtype} of shape {list(shape)}: packed rows are an array of dicts")
         try:
-            found = _OnlyArrays(io.BytesIO(file.read())).load()
+            found = ArrayUnpickler(io.BytesIO(file.read())).load()
         except Exception as e:
             # A pickle is a program; what it raises when it is stopped can be anything.
             raise ValueError(

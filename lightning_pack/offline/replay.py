@@ -47,6 +47,8 @@ class RowEncoder:
 
     def __init__(self, manifest: Manifest) -> None:
         self.pad_id = manifest.pad_id
+        #: Fingerprint of what made the tokens; empty where that is not known.
+        self.made_by = manifest.encoder
         self._rows = manifest.digest
         self._fixed = bool(manifest.packing.get("fixed_boundaries"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_pack.energon.dataset import _leaves
 from lightning_pack.offline.manifest import MANIFEST, Manifest, Shard, SplitStatistics
 from lightning_pack.offline.row_file import DamagedRowError, Row, samples_of, sha256_of
 from lightning_pack.offline.workplace import RESUMED
@@ -67,6 +68,8 @@ def verify(folder: str | Path, *, progress: bool = False) -> Verified:
     index = folder / ".nv-meta" / ".info.json"
     if not index.is_file():
         problems.append(f"Energon's index is missing ({index.relative_to(folder)})")
+    elif not problems:
+        problems += _problems_of_reading(folder, manifest)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
         more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
@@ -79,6 +82,35 @@ def verify(folder: str | Path, *, progress: bool = False) -> Verified:
         rows=sum(split.rows for split in manifest.splits.values()),
         shards=len(known),
     )
+
+
+def _problems_of_reading(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the rows that Energon would find."""
+    problems = []
+    for split, said in manifest.splits.items():
+        try:
+            leaves, _ = _leaves(str(folder), split)
+        except ValueError as e:
+            problems.append(f"split {split!r}: {e}")
+            continue
+        rows = sum(len(leaf.dataset) for leaf in leaves)
+        if rows != said.rows:
+            problems.append(f"split {split!r}: Energon's index has {rows} rows, the manifest says {said.rows}")
+    return problems
+
+
+def _places(path: Path) -> list[int]:
+    """Where each sample of a tar file begins, and where the last one ends."""
+    places, key, end = list[int](), None, 0
+    with tarfile.open(path, "r:") as tar:
+        while (member := tar.next()) is not None:
+            name = member.name.partition(".")[0]
+            if name != key:
+                places.append(member.offset)
+            key, end = name, tar.offset
+            # A TarFile remembers every member.
+            tar.members = []  # type: ignore[attr-defined]
+    return [*places, end]
 
 
 class _Split:
@@ -115,8 +147,11 @@ class _Split:
             self._problems.append(
                 f"{path.name} is not the file that was written: its hash differs, though its rows can be read"
             )
-        if not path.with_name(f"{path.name}.idx").is_file():
+        index = path.with_name(f"{path.name}.idx")
+        if not index.is_file():
             self._problems.append(f"Energon's index of {path.name} is missing")
+        elif len(self._problems) == before and index.read_bytes() != np.array(_places(path), dtype="<u8").tobytes():
+            self._problems.append(f"Energon's index of {path.name} is not that of its rows, so others would be read, or none")
 
     def _row(self, row: Row, place: str) -> None:
         if row.split != self._split:

@@ -7,6 +7,7 @@ to the destination, so that a folder of rows is complete or not there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,6 +27,8 @@ _SETTINGS = "settings.json"
 RESUMED = "prepack"
 #: Seconds in which the processes of a run that was killed notice it.
 _LAST_BREATH = 3.0
+#: What a disk that takes no more answers.
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Workplace:
         """Only one run at a time works here.
 
         Raises:
-            ValueError: if another run does.
+            ValueError: if another run does; and from what is done here, where the disk is full or may not be written.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
         # Beside the folder, which is removed in the end.
@@ -72,6 +75,13 @@ class Workplace:
                 time.sleep(0.1)
             try:
                 yield
+            except OSError as e:
+                if e.errno not in _FULL:
+                    raise
+                raise ValueError(
+                    f"the rows for {self.out} cannot be written ({e}): make room there, or choose a folder on another disk; "
+                    "the same command goes on where this one stopped"
+                ) from e
             finally:
                 path.unlink(missing_ok=True)
 
