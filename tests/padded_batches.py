@@ -78,7 +78,7 @@ class HuggingFaceModule(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.model(**batch).loss
         self.losses.append(loss.item())
-        self.log("val_loss", loss, batch_size=1)
+        self.log("val_loss", loss)
 
     test_step = validation_step
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import BatchEncoding, DataCollatorWithFlattening
 
-from lightning_pack import BatchFields, CollatedBatchError, PackedBatch, PackingPolicy, packed_row, unpack
+from lightning_pack import BatchFields, CollatedBatchError, PackedBatch, PackingPolicy, pack_loader, packed_row, unpack
 from lightning_pack.collated import CollatedRow, pack_collated
 from lightning_pack.collated.extent import extents
 from lightning_pack.collated.fields import contents_of
@@ -436,6 +436,13 @@ def test_settings_of_a_stream_are_refused(options: dict[str, Any], named: str) -
         BatchPacker(PackingPolicy(16, **options), roles=BatchFields())
 
 
+def test_a_bare_capacity_is_no_policy() -> None:
+    with pytest.raises(ValueError, match=r"policy=64 is no PackingPolicy: pass PackingPolicy\(capacity\)"):
+        BatchPacker(64, roles=BatchFields())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="policy=None is no PackingPolicy"):
+        pack_loader([], None)  # type: ignore[arg-type]
+
+
 def test_a_stage_does_not_mix_packed_and_padded() -> None:
     packer = BatchPacker(POLICY, roles=BatchFields())
     row = by_hand(make_sources(LENGTHS), POLICY, keys=row_keys())
@@ -445,6 +452,9 @@ def test_a_stage_does_not_mix_packed_and_padded() -> None:
         CollatedBatchError, match="batch 1 of the train data comes as PackedBatch, and those before came as padded"
     ):
         packer.take(row, stage="train", name="batch 1")
+    packer.take({"input_ids": torch.arange(5)[None], "position_ids": torch.arange(5)[None]}, stage="predict", name="batch 0")
+    with pytest.raises(CollatedBatchError, match=r"batch 1 of the predict data comes as padded, .* came as flattened"):
+        packer.take(pad(make_sources(LENGTHS)), stage="predict", name="batch 1")
     packer.begin()
     packer.take(row, stage="train", name="batch 0")
 

@@ -147,6 +147,16 @@ def test_evaluation_is_packed_too_and_gives_the_same_loss() -> None:
         assert abs(module.losses[0] - expected) < 1e-10
 
 
+def test_what_a_step_logs_weighs_as_before() -> None:
+    sources = make_sources((7, 12, 5, 9))
+    loader = [lambda: pad(sources[:1]), lambda: pad(sources[1:])]
+    module = HuggingFaceModule()
+    (logged,) = quiet_trainer(callbacks=[PackedAttention(policy=POLICY)]).validate(module, Batches(*loader), verbose=False)
+    first, second = module.losses
+    assert abs(first - second) > 1e-3
+    assert abs(logged["val_loss"] - (first + 3 * second) / 4) < 1e-6
+
+
 class Predictor(HuggingFaceModule):
     def predict_step(self, batch: Any, batch_idx: int) -> list[Any]:
         assert batch["input_ids"].shape[0] == 1

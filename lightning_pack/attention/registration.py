@@ -111,9 +111,9 @@ def packed_attention(
     if boundaries is None:
         if require_boundaries or ranks > 1:
             raise ValueError(
-                f"no boundaries reached {layer}, so the sources of the row would see each other: call the model with all of "
-                "batch.model_inputs(); if you do, the model's code loses cu_seq_lens_q on the way and cannot be trained packed "
-                "(to generate, set another attention implementation first)"
+                f"no boundaries reached {layer}, so the sources of the row would see each other: call the model with all that "
+                "the batch holds (model(**batch), or **batch.model_inputs()); if you do, the model's code loses cu_seq_lens_q "
+                "on the way and cannot be trained packed (to generate, set another attention implementation first)"
             )
         refuse_restarts(attention_mask, kwargs.get("position_ids"), length=query.shape[2])
         inputs = THDInputs.of_rows(query.shape[0], query.shape[2], device=query.device)

@@ -13,6 +13,7 @@ from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.packed_models import PackedModels
 from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.packer import BatchPacker, Stage
+from lightning_pack.collated.row import CollatedRow
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.trainer_checks import refuse_other_namespace, require_packed
 
@@ -159,6 +160,9 @@ class PackedAttention(Callback):
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
         packed = require_packed(batch if row is None else row)
+        if isinstance(row, CollatedRow) and row.rows is not None and (results := trainer._results) is not None:
+            # Lightning weighs what a step logs by the first tensor that it finds, which would be one row now.
+            results.batch_size = row.rows
         self._models.require(packed, trainer=trainer, pl_module=pl_module, cut_late=packed is not batch)
         if stage == "predict" and packed.left_out and not self._told_left_out:
             # In the other stages the monitor tells.

@@ -67,7 +67,7 @@ class BatchPacker:
         )
         if row is None:
             return None
-        self._refuse_mixture(stage, "padded or flattened", name)
+        self._refuse_mixture(stage, "flattened" if row.rows is None else "padded", name)
         if stage == "train" and not row.labelled:
             raise CollatedBatchError(
                 f"{name} has neither labels nor shift_labels: targets that a step makes of a packed row by itself would cross "

@@ -103,6 +103,7 @@ def _packed(contents: Contents, found: list[Extent], *, policy: PackingPolicy, p
         packs = [_blank(contents, policy)]
     packs.append(Pack([], None, left_out=gone))
     result = gather_row(packs, contents, places=places, pad_id=pad_id)
+    result.rows = len(contents.input_ids)
     if not places:
         # The step goes on, on every rank, over a pad that is no source and no target.
         result.source_keys.clear()

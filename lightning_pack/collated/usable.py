@@ -17,6 +17,7 @@ def usable_policy(policy: PackingPolicy) -> PackingPolicy:
     Raises:
         ValueError: naming each setting that is not its default and that packing the sources of one batch does not use.
     """
+    require_policy(policy)
     default = {f.name: f.default for f in fields(policy)}
     unused = [name for name in _OF_A_STREAM if getattr(policy, name) != default[name]]
     if policy.seed != default["seed"] and "seed" not in packer_options(policy.packer):
@@ -29,6 +30,16 @@ def usable_policy(policy: PackingPolicy) -> PackingPolicy:
         )
     refuse_split(policy)
     return policy
+
+
+def require_policy(policy: object) -> None:
+    """Refuse what is no policy, such as a bare capacity.
+
+    Raises:
+        ValueError: for that.
+    """
+    if not isinstance(policy, PackingPolicy):
+        raise ValueError(f"policy={policy!r} is no PackingPolicy: pass PackingPolicy(capacity)")
 
 
 def refuse_split(policy: PackingPolicy) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.loader import OnMismatch, PackLoader
-from lightning_pack.collated.usable import refuse_split
+from lightning_pack.collated.usable import refuse_split, require_policy
 from lightning_pack.policy import PackingPolicy
 
 #: Settings of the loader of a whole stream.
@@ -67,6 +67,7 @@ def pack_loader(
         >>> sorted(sorted(row.cu_seqlens.diff().tolist()) for row in rows)
         [[2, 6], [3, 5]]
     """
+    require_policy(policy)
     unused = {f.name: f.default for f in fields_of(policy) if f.name in _OF_A_STREAM}
     if changed := [f"{name}={getattr(policy, name)!r}" for name, default in unused.items() if getattr(policy, name) != default]:
         raise ValueError(
