@@ -7,17 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lightning_pack import cli
-from lightning_pack.bench.configuration import generated
+from lightning_pack.bench.configuration import configured, generated
 from lightning_pack.bench.owner_runs import Meter, OwnerRun, OwnerRuns, checked
 from lightning_pack.bench.padding import grouped_by_length, padded_batch
-from tests.tiny_models import make_sources, tiny_model
+from tests.tiny_models import make_sources, tiny_config, tiny_model
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of ``fit`` for generated texts, with a model and rows that are small."""
+    folder = tmp_path_factory.mktemp("owners")
+    _, data = generated(folder, sources=200)
+    model = {"model": tiny_config("llama", vocab_size=1000, max_position_embeddings=512)}
+    packing = {"capacity": 512, "buffer_size": 64, "overlength": "truncate"}
+    path = folder / "fit.yaml"
+    path.write_text(yaml.safe_dump({"model": model, "data": {"path": data.path, "packing": packing, "num_workers": 1}}))
+    return path
+
+
+def test_the_command(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "owners.json"
-    cli.main(["bench", "owners", "--rows", "2", "--turns", "1", "--out", str(out)])
+    cli.main(["bench", "owners", "--config", str(config), "--rows", "3", "--turns", "1", "--out", str(out)])
     printed = capsys.readouterr().out
     found = {each["name"]: each for each in json.loads(out.read_text())}
     *packed, grouped, padded = found
@@ -65,7 +78,7 @@ def test_a_padded_batch_is_what_a_model_takes() -> None:
     assert batch["labels"].tolist() == [[*short.labels.tolist(), -100, -100], long.labels.tolist()]
 
 
-def test_figures_of_other_tokens_are_refused(tmp_path: Path) -> None:
+def test_figures_of_other_tokens_are_refused(config: Path, tmp_path: Path) -> None:
     run, meter = OwnerRun("padded", lambda turn: meter), Meter()
     meter.real, meter.slots, meter.times = [10, 20], [20, 20], [0.0, 1.0, 3.0]
     assert checked(run, meter, tokens=30).rate == 10
@@ -74,7 +87,7 @@ def test_figures_of_other_tokens_are_refused(tmp_path: Path) -> None:
     meter.real = [30]
     with pytest.raises(RuntimeError, match="1 steps, of which the first is not measured"):
         checked(run, meter, tokens=30)
-    _, data = generated(tmp_path / "made", sources=50)
+    _, data = configured(config)
     data.packs_per_batch = 2
     with pytest.raises(ValueError, match="packs_per_batch=2: rows written ahead come one by one"):
         OwnerRuns(tiny_model("llama"), data, rows=2, folder=tmp_path / "written")
