@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import yaml
 
 from lightning_pack import cli
 from lightning_pack.bench.configuration import configured, generated
-from lightning_pack.bench.owner_runs import Meter, OwnerRun, OwnerRuns, checked
+from lightning_pack.bench.owner_runs import Meter, OwnerRun, OwnerRuns, checked, turns_of
 from lightning_pack.bench.padding import grouped_by_length, padded_batch
 from tests.tiny_models import make_sources, tiny_config, tiny_model
 
@@ -76,6 +79,29 @@ def test_a_padded_batch_is_what_a_model_takes() -> None:
     assert batch["input_ids"].tolist() == [[*short.input_ids.tolist(), 9, 9], long.input_ids.tolist()]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     assert batch["labels"].tolist() == [[*short.labels.tolist(), -100, -100], long.labels.tolist()]
+
+
+def test_no_turn_begins_that_would_take_too_long() -> None:
+    class Slow:
+        tokens = 20
+
+        def __init__(self) -> None:
+            self.turns: list[int] = []
+
+        def __iter__(self) -> Iterator[OwnerRun]:
+            yield OwnerRun("slow", self.run)
+
+        def run(self, turn: int) -> Meter:
+            self.turns.append(turn)
+            time.sleep(0.05)
+            meter = Meter()
+            meter.real, meter.slots, meter.times = [10, 10], [10, 10], [0.0, 1.0, 2.0]
+            return meter
+
+    for seconds, turns in ((60.0, [0, 1, 2]), (0.01, [0])):
+        runs: Any = Slow()
+        assert len(turns_of(runs, turns=3, seconds=seconds)["slow"]) == len(turns)
+        assert runs.turns == turns
 
 
 def test_figures_of_other_tokens_are_refused(config: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -217,9 +217,21 @@ def checked(run: OwnerRun, meter: Meter, *, tokens: int) -> Meter:
     return meter
 
 
-def turns_of(runs: OwnerRuns, *, turns: int) -> Iterator[tuple[str, Sequence[Meter]]]:
-    """Each run by name, with what its turns gave; runs take turns, so that a busy machine hurts all alike."""
-    listed = list(runs)
-    meters = [[checked(run, run.run(turn), tokens=runs.tokens) for run in listed] for turn in range(turns)]
-    for i, run in enumerate(listed):
-        yield run.name, [turn[i] for turn in meters]
+def turns_of(runs: OwnerRuns, *, turns: int, seconds: float) -> dict[str, list[Meter]]:
+    """What the turns of each run gave, by its name; runs take turns, so that a busy machine hurts all alike.
+
+    Args:
+        runs: to be measured.
+        turns: at most; there is one at least.
+        seconds: after which all should be done: no turn begins that would take longer, if it took as long as the longest.
+    """
+    meters: dict[str, list[Meter]] = {run.name: [] for run in runs}
+    started, longest = time.perf_counter(), 0.0
+    for turn in range(turns):
+        begun = time.perf_counter()
+        if turn and begun - started + longest > seconds:
+            break
+        for run in runs:
+            meters[run.name].append(checked(run, run.run(turn), tokens=runs.tokens))
+        longest = max(longest, time.perf_counter() - begun)
+    return meters

@@ -68,9 +68,9 @@ class OwnerSpeed:
         )
 
 
-def compared(runs: OwnerRuns, *, turns: int) -> list[OwnerSpeed]:
-    """Every way, padded batches last."""
-    return [OwnerSpeed.of(name, meters) for name, meters in turns_of(runs, turns=turns)]
+def compared(runs: OwnerRuns, *, turns: int, seconds: float) -> list[OwnerSpeed]:
+    """Every way, padded batches last; see :func:`~lightning_pack.bench.owner_runs.turns_of`."""
+    return [OwnerSpeed.of(name, meters) for name, meters in turns_of(runs, turns=turns, seconds=seconds).items()]
 
 
 def main(args: Sequence[str]) -> None:
@@ -80,11 +80,14 @@ def main(args: Sequence[str]) -> None:
         description="Real tokens per second of training: packed while reading, ahead or in the trainer, and in padded batches.",
     )
     parser.add_argument("-c", "--config", type=Path, help="a configuration of fit (default: a tiny model, generated texts)")
-    parser.add_argument("--rows", type=int, default=12, help="packed rows whose sources are trained on (default: 12)")
+    parser.add_argument("--rows", type=int, default=8, help="packed rows whose sources are trained on (default: 8)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each way, whose median counts (default: 3)")
+    parser.add_argument(
+        "--seconds", type=int, default=150, help="begin no further turn that would end after so many (default: 150)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there as JSON")
     options = parser.parse_args(args)
-    for name, least in (("rows", 2), ("turns", 1)):
+    for name, least in (("rows", 2), ("turns", 1), ("seconds", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: at least {least} is needed")
     if options.out is not None and not options.out.parent.is_dir():
@@ -106,10 +109,11 @@ def main(args: Sequence[str]) -> None:
         print(
             f"{options.config or 'generated texts'}: {options.rows} rows of {data.packing.capacity:,} tokens, "
             f"{len(runs.sources):,} sources, padded batches of {runs.batch_size}; {data.num_workers} workers, "
-            f"{torch.get_num_threads()} threads, torch {torch.__version__}, median of {options.turns} turns",
+            f"{torch.get_num_threads()} threads, torch {torch.__version__}",
             flush=True,
         )
-        speeds = compared(runs, turns=options.turns)
+        speeds = compared(runs, turns=options.turns, seconds=options.seconds)
+        print(f"median of {len(speeds[-1].rates)} turns")
         for speed in speeds:
             print(speed.line(speeds[-1]), flush=True)
     if options.out is not None:
