@@ -80,14 +80,17 @@ def main(args: Sequence[str]) -> None:
         description="Real tokens per second of training: packed while reading, ahead or in the trainer, and in padded batches.",
     )
     parser.add_argument("-c", "--config", type=Path, help="a configuration of fit (default: a tiny model, generated texts)")
-    parser.add_argument("--rows", type=int, default=8, help="packed rows whose sources are trained on (default: 8)")
+    parser.add_argument("--rows", type=int, default=12, help="packed rows whose sources are trained on (default: 12)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each way, whose median counts (default: 3)")
     parser.add_argument(
         "--seconds", type=int, default=150, help="begin no further turn that would end after so many (default: 150)"
     )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch (default: 1, so that what else the machine does weighs on all alike)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there as JSON")
     options = parser.parse_args(args)
-    for name, least in (("rows", 2), ("turns", 1), ("seconds", 1)):
+    for name, least in (("rows", 2), ("turns", 1), ("seconds", 1), ("threads", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: at least {least} is needed")
     if options.out is not None and not options.out.parent.is_dir():
@@ -95,11 +98,23 @@ def main(args: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("This takes some minutes; the machine should have nothing else to do.", file=sys.stderr)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        speeds = _printed(options)
+    finally:
+        torch.set_num_threads(threads)
+    if options.out is not None:
+        options.out.write_text(json.dumps([asdict(speed) for speed in speeds], indent=2) + "\n")
+        print(f"written: {options.out}")
+
+
+def _printed(options: argparse.Namespace) -> list[OwnerSpeed]:
     with tempfile.TemporaryDirectory(prefix="lightning-pack-bench-") as name:
         folder = Path(name)
         if options.config is None:
-            # Some 70 sources to a row, and twice as many as are trained on.
-            module, data = generated(folder / "generated", sources=max(1_000, 140 * options.rows))
+            # Some 30 sources to a row, and twice as many as are trained on.
+            module, data = generated(folder / "generated", sources=max(1_000, 60 * options.rows))
         else:
             module, data = configured(options.config)
         data.prepare_data()
@@ -116,6 +131,4 @@ def main(args: Sequence[str]) -> None:
         print(f"median of {len(speeds[-1].rates)} turns")
         for speed in speeds:
             print(speed.line(speeds[-1]), flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps([asdict(speed) for speed in speeds], indent=2) + "\n")
-        print(f"written: {options.out}")
+    return speeds
