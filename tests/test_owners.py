@@ -194,7 +194,8 @@ def train(given: Any, *, accumulate: int, policy: PackingPolicy | None = None) -
     )
     where = "datamodule" if isinstance(given, EnergonPackDataModule) else "train_dataloaders"
     trainer.fit(module, **{where: given})
-    (monitor,) = (each for each in trainer.callbacks if isinstance(each, PackingMonitor))
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    (monitor,) = (each for each in callbacks if isinstance(each, PackingMonitor))
     assert not module.steps.pop().sources, "every row must be in a step"
     return Run(module.steps, module.rows, module.shapes, monitor._results["train"], module.model)
 
