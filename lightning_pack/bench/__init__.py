@@ -12,7 +12,8 @@ Both sides of a ratio are measured in turns and compared by their fastest turn, 
 ``lightning-pack bench resume`` asks what the position in a checkpoint costs, see :mod:`lightning_pack.bench.resume`;
 ``lightning-pack bench bins`` compares the packers, see :mod:`lightning_pack.bench.bins`; ``lightning-pack bench stream``
 compares them where sources are packed as they are read, see :mod:`lightning_pack.bench.stream`; ``lightning-pack bench
-attention`` compares attention by boundaries with a mask over the row, see :mod:`lightning_pack.bench.attention`.
+attention`` compares attention by boundaries with a mask over the row, see :mod:`lightning_pack.bench.attention`;
+``lightning-pack bench owners`` compares the three places where packing may happen, see :mod:`lightning_pack.bench.owners`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_pack.bench import attention, bins, resume, stream
+from lightning_pack.bench import attention, bins, owners, resume, stream
 from lightning_pack.bench.configuration import configured
 from lightning_pack.bench.loading import compare_loader, rows_of
 from lightning_pack.bench.training import compare_lightning, compare_training
@@ -49,12 +50,16 @@ def main(args: Sequence[str]) -> None:
     if args and args[0] == "attention":
         attention.main(args[1:])
         return
+    if args and args[0] == "owners":
+        owners.main(args[1:])
+        return
     parser = argparse.ArgumentParser(
         prog="lightning-pack bench",
         description="What packing gives and costs, as ratios in one run.",
         epilog="'lightning-pack bench resume' measures what the position in a checkpoint costs, 'lightning-pack bench bins' "
         "compares the packers, 'lightning-pack bench stream' compares them on streams, 'lightning-pack bench attention' "
-        "measures attention by boundaries against a mask.",
+        "measures attention by boundaries against a mask, 'lightning-pack bench owners' compares packing while reading, ahead, "
+        "and in the trainer.",
     )
     parser.add_argument("-c", "--config", type=Path, required=True, help="a configuration of fit; its model and data are used")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="what to measure (default: all)")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE, EncodedSource
@@ -58,3 +59,34 @@ def padded(groups: Sequence[Sequence[EncodedSource]], *, pad_id: int) -> Padded:
             targets[row, : len(source) - 1] = source.labels[1:]
         batches.append((ids, mask, targets))
     return batches
+
+
+def padded_batch(sources: Sequence[EncodedSource], *, pad_id: int) -> dict[str, Tensor]:
+    """A collator's batch, padded at the right: ``input_ids``, ``attention_mask`` and ``labels`` (not shifted), ``[B, L]``."""
+    stacked = {
+        "input_ids": ([source.input_ids for source in sources], pad_id),
+        "attention_mask": ([torch.ones_like(source.input_ids) for source in sources], 0),
+        "labels": ([source.labels for source in sources], IGNORE),
+    }
+    return {name: pad_sequence(rows, batch_first=True, padding_value=fill) for name, (rows, fill) in stacked.items()}
+
+
+def grouped_by_length(
+    lengths: Sequence[int], order: Sequence[int], *, size: int, generator: torch.Generator
+) -> list[list[int]]:
+    """Batches of sources of similar lengths, as length-grouped samplers make them.
+
+    Each 50 batches of the order are sorted by length and cut into batches, whose order is then drawn anew.
+
+    Args:
+        lengths: of all sources, in tokens.
+        order: indices into them, shuffled.
+        size: sources of a batch.
+        generator: draws the order of the batches.
+    """
+    sorted_at_once = 50 * size
+    batches = []
+    for start in range(0, len(order), sorted_at_once):
+        by_length = sorted(order[start : start + sorted_at_once], key=lambda i: -lengths[i])
+        batches += [by_length[at : at + size] for at in range(0, len(by_length), size)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
