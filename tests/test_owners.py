@@ -29,7 +29,7 @@ from lightning_pack import (
 )
 from lightning_pack.metrics import PackingStats
 from lightning_pack.offline import Manifest
-from lightning_pack.row import IGNORE, EncodedSource
+from lightning_pack.source import IGNORE, EncodedSource
 from tests.numbers_data import lengths, write_webdataset
 from tests.packed_rows import Source, pack_rows, sources_of
 from tests.padded_batches import Batches, HuggingFaceModule, pad, stay_double

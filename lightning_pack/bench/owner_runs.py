@@ -27,7 +27,7 @@ from lightning_pack.collated import pack_loader, packed_row
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.offline import Manifest, prepack
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.row import EncodedSource
+from lightning_pack.source import EncodedSource
 
 #: Batches that :func:`~lightning_pack.collated.pack_loader` chooses from.
 WINDOW = 8
