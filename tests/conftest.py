@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.numbers_data import lengths, records_of, write_webdataset
+
+# Whoever starts tests in the background may have Ctrl-C ignored, in all that they start as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VECTORS = Path(__file__).parent / "vectors"
 
