@@ -14,10 +14,12 @@ from lightning_pack.attention.backends import BackendName
 from lightning_pack.attention.inspection import ModelRefusedError
 from lightning_pack.attention.positions import require_positions
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
+from lightning_pack.callbacks.media_parameters import MediaParameters
 from lightning_pack.context import ContextSlice
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
 from lightning_pack.target_window import refuse_unaveraged
+from lightning_pack.trainer_checks import must_stay_in_step
 
 #: First part of the trainer's precision, and the dtype in which attention is then computed.
 _COMPUTED_IN = {"bf16": torch.bfloat16, "16": torch.float16, "transformer": torch.bfloat16}
@@ -33,6 +35,7 @@ class PackedModels:
     def __init__(self, backend: BackendName) -> None:
         self.backend: BackendName = backend
         self._active: list[ActivatedModel] = []
+        self._media: list[MediaParameters] = []
         self._context: ContextParallel | None = None
         self._cutter: RowCutter | None = None
         self._told: set[str] = set()
@@ -74,6 +77,7 @@ class PackedModels:
             raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))
         for model, choice in choices:
             self._active.append(ActivatedModel.of(model, backend=choice.backend))
+            self._media.append(MediaParameters(model, sharded=must_stay_in_step(trainer)))
             message = f"Packed attention of {type(model).__name__}: {choice}"
             if message not in self._told:
                 self._told.add(message)
@@ -96,6 +100,8 @@ class PackedModels:
         if self._cutter is not None:
             self._cutter.remove()
             self._cutter = None
+        while self._media:
+            self._media.pop().remove()
         active, self._active = self._active, []
         # Backwards: models may share a configuration, and only the first of them found it as it was.
         for model in reversed(active):
