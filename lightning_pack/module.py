@@ -202,19 +202,6 @@ class PackedCausalLM(LightningModule):
                 "more has no embedding; set vocab_size of the model's configuration, resize its embeddings, or use its own "
                 "tokenizer"
             )
-        self._check_placeholder()
-
-    def _check_placeholder(self) -> None:
-        """That of an encoder with images must be the model's, else the model would read it as text."""
-        assert self.model is not None
-        encoder = getattr(getattr(self.trainer, "datamodule", None), "encoder", None)
-        given = getattr(encoder, "image_token_id", None)
-        known = getattr(self.model.config, "image_token_id", None)
-        if given is not None and given != known:
-            raise ValueError(
-                f"the encoder writes images as token {given}, and image_token_id of {type(self.model).__name__} is {known}: "
-                "set image_token_id in the model's configuration, or take tokenizer and model of one vision-language model"
-            )
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from lightning_pack.attention.positions import require_positions
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.media_parameters import MediaParameters
 from lightning_pack.context import ContextSlice
+from lightning_pack.encoders import VisionChatEncoder
+from lightning_pack.encoders.vision_checks import check_model
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
 from lightning_pack.target_window import refuse_unaveraged
@@ -60,6 +62,11 @@ class PackedModels:
                 f"probe_memory=True with context={layout.context}, eval_context={layout.evaluation.context}: a rank that runs "
                 "out of memory alone would leave the others waiting in attention: switch one of them off"
             )
+        if getattr(getattr(trainer.datamodule, "encoder", None), "has_media", False):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"context={layout.context}, eval_context={layout.evaluation.context} of the datamodule's parallel layout cuts "
+                "rows, and the images of its encoder belong to whole ones: train with images on context=1"
+            )
         if self._context is None or not self._context.serves(layout):
             self._context = ContextParallel(layout, trainer)
 
@@ -72,6 +79,12 @@ class PackedModels:
         if self._active:
             return
         choices = [(model, self._choose(trainer, model)) for model in find_models(pl_module)]
+        encoder = getattr(getattr(trainer, "datamodule", None), "encoder", None)
+        if isinstance(encoder, VisionChatEncoder):
+            # A text model may stand beside the one that sees.
+            seeing = [model for model, _ in choices if hasattr(model.config, "vision_config")]
+            for model in seeing or [choices[0][0]]:
+                check_model(encoder, model.config, model=type(model).__name__)
         findings = [finding for model, choice in choices for finding in inspect_model(model, backend=choice.backend)]
         if findings:
             raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))
