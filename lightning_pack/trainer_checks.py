@@ -72,8 +72,8 @@ def refuse_pipeline(trainer: Any) -> None:
         if isinstance(value, int) and value > 1:
             raise ValueError(
                 f"{name}={value} of {type(strategy).__name__}: a pipeline cuts a step in micro-batches of equal shape and "
-                "hands on hidden states without boundaries, which packed rows need in every layer: set it to 1 and spread the model "
-                "with ParallelLayout (context, tensor) or sharded weights"
+                "hands on hidden states without boundaries, which packed rows need in every layer: set it to 1 and spread the "
+                "model with ParallelLayout (context, tensor) or sharded weights"
             )
 
 
