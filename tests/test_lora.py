@@ -30,6 +30,7 @@ from tests.tiny_models import (
     make_sources,
     pack_row,
     tiny_config,
+    tiny_model,
 )
 from tests.tiny_vision import VOCABULARY, vision_config, vision_tokenizer
 
@@ -170,6 +171,20 @@ def test_adapters_need_the_weights_that_they_were_trained_with(tmp_path: Path) -
     with torch.no_grad():
         assert torch.equal(same(row), module(row))
         assert not torch.equal(adapted(tiny_config("llama"))(row), module(row))
+
+
+def test_adapters_are_loaded_beside_a_saved_model(tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path / "model")
+    module = PackedCausalLM(tmp_path / "model", learning_rate=0.1, lora=LoraOptions(adapters_only=True))
+    trainer = trainer_of(max_steps=2)
+    trainer.fit(module, Endless())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = PackedCausalLM.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
+    row = pack_row(make_sources())
+    with torch.no_grad():
+        expected = module.eval()(row)
+        assert torch.equal(again(row), expected)
+        assert not torch.equal(tiny_model("qwen3")(**forward_inputs(row)).logits, expected)
 
 
 @pytest.mark.parametrize(

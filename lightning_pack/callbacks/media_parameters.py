@@ -44,7 +44,7 @@ class MediaParameters:
         sharded: whether its weights are gathered from all ranks when they are used.
 
     Raises:
-        ValueError: for a sharded model whose images are not made of patches as those of Qwen-VL.
+        ValueError: in a forward pass with images, of a sharded model whose images are not made of patches as those of Qwen-VL.
     """
 
     def __init__(self, model: PreTrainedModel, *, sharded: bool) -> None:
@@ -75,6 +75,13 @@ class MediaParameters:
         return output
 
     def _begin_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._image is None:
+            if _has_media(kwargs):
+                raise ValueError(
+                    f"{type(self._model).__name__} got images while its weights are sharded: a rank whose row has none would "
+                    "have to run the vision encoder along, and what an image of this model is made of is not known; use DDPStrategy"
+                )
+            return
         if _has_media(kwargs):
             return
         embeddings = self._model.get_input_embeddings()
@@ -115,19 +122,14 @@ def _has_media(arguments: dict[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in _MEDIA)
 
 
-def _blank_image(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The smallest image that becomes a token."""
-    vision = model.config.vision_config
-    needed = ("spatial_merge_size", "temporal_patch_size", "patch_size", "in_channels")
-    missing = [name for name in needed if not hasattr(vision, name)]
-    if missing or not hasattr(model, "get_image_features"):
-        raise ValueError(
-            f"{type(model).__name__} on sharded weights: a rank whose row has no image must run its vision encoder along, and "
-            f"the images of its configuration are not known ({', '.join(missing) or 'get_image_features'} missing): use "
-            "DDPStrategy"
-        )
-    merge = vision.spatial_merge_size
-    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+def _blank_image(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """The smallest image that becomes a token; None where it is not known what images are made of."""
+    vision = getattr(model.config, "vision_config", None)
+    names = ("spatial_merge_size", "temporal_patch_size", "patch_size", "in_channels")
+    if not hasattr(model, "get_image_features") or not all(hasattr(vision, name) for name in names):
+        return None
+    merge: int = vision.spatial_merge_size  # type: ignore[union-attr]
+    values: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2  # type: ignore[union-attr]
     return {
         "pixel_values": torch.zeros(merge**2, values, dtype=torch.float32),
         "image_grid_thw": torch.tensor([[1, merge, merge]], dtype=torch.int64),
