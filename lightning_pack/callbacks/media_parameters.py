@@ -79,7 +79,8 @@ class MediaParameters:
             if _has_media(kwargs):
                 raise ValueError(
                     f"{type(self._model).__name__} got images while its weights are sharded: a rank whose row has none would "
-                    "have to run the vision encoder along, and what an image of this model is made of is not known; use DDPStrategy"
+                    "have to run the vision encoder along, and what an image of this model is made of is not known; use "
+                    "DDPStrategy"
                 )
             return
         if _has_media(kwargs):
