@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_pack.energon.position import DamagedDataError
     from lightning_pack.energon.worker import WorkerFailedError
     from lightning_pack.flops import ModelFlops
+    from lightning_pack.lora import LoraOptions
     from lightning_pack.module import PackedCausalLM
     from lightning_pack.offline import ManifestError, VerificationError, prepack
     from lightning_pack.parallel import ParallelLayout
@@ -32,6 +33,7 @@ _HOMES = {
     "ContextSlice": "context",
     "DamagedDataError": "energon.position",
     "EnergonPackDataModule": "datamodule",
+    "LoraOptions": "lora",
     "ManifestError": "offline",
     "ModelFlops": "flops",
     "PackedAttention": "callbacks",
@@ -66,6 +68,7 @@ __all__ = [
     "ContextSlice",
     "DamagedDataError",
     "EnergonPackDataModule",
+    "LoraOptions",
     "ManifestError",
     "ModelFlops",
     "PackedAttention",

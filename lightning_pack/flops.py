@@ -14,7 +14,8 @@ width d, and L layers, the forward pass takes
 
 Training takes three times that, as the backward pass has two products for each one of the forward pass (Chowdhery et al., PaLM,
 2022, appendix B, which also defines model FLOPs utilisation). What is computed again in the backward pass to save memory does
-not count. Norms, activations, softmax, rotations and the optimizer are left out: under one percent in models of usual size.
+not count. Vision encoders are counted in :mod:`lightning_pack.vision_flops`. Norms, activations, softmax, rotations and the
+optimizer are left out: under one percent in models of usual size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_pack.vision_flops import VISION_MODELS, VisionFlops
 
 
 class UnknownModelError(ValueError):
@@ -70,8 +73,10 @@ _FAMILIES = {
     "smollm3": _Family("by_layer"),
     "starcoder2": _Family("all", matrices=2),
 }
-#: ``model_type`` of the configurations that :meth:`ModelFlops.of` reads.
+#: ``model_type`` of the configurations of text models that :meth:`ModelFlops.of` reads; it knows ``VISION_MODELS`` too.
 KNOWN_MODELS = tuple(_FAMILIES)
+#: Text models with the operations of their text parts.
+_TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "llama"}
 
 
 class AttentionFlops(NamedTuple):
@@ -90,6 +95,7 @@ class ModelFlops:
     Args:
         per_position: forward operations of all weight matrices for one position of a row.
         attention: by window, each window once.
+        vision: of its vision encoder; None where there is none.
 
     Example:
         >>> flops = ModelFlops(per_position=1000, attention=(AttentionFlops(None, 64), AttentionFlops(4, 64)))
@@ -102,6 +108,7 @@ class ModelFlops:
 
     per_position: int
     attention: tuple[AttentionFlops, ...]
+    vision: VisionFlops | None = None
 
     def __post_init__(self) -> None:
         windows = [kind.window for kind in self.attention]
@@ -120,10 +127,14 @@ class ModelFlops:
             UnknownModelError: for a model that is not one of :data:`KNOWN_MODELS`, or has layers of another kind.
         """
         kind = getattr(config, "model_type", None)
-        family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+        vision = VisionFlops.of(config) if kind in VISION_MODELS else None
+        if vision is not None:
+            config = config.get_text_config()
+        family = _family(kind if vision is None else _TEXT_PARTS.get(config.model_type))
         if family is None:
+            known = ", ".join((*KNOWN_MODELS, *VISION_MODELS))
             raise UnknownModelError(
-                f"the operations of a model of type {kind!r} are not known; known are {', '.join(KNOWN_MODELS)}: build "
+                f"the operations of a model of type {kind!r} are not known; known are {known}: build "
                 "ModelFlops(per_position=..., attention=...) yourself"
             )
         hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
@@ -135,6 +146,7 @@ class ModelFlops:
         return cls(
             per_position=layers * projections + mlps + 2 * hidden * config.vocab_size,
             attention=tuple(AttentionFlops(window, 2 * queries * number) for window, number in windows.items()),
+            vision=vision,
         )
 
     def squared_lengths(self, lengths: Tensor) -> Tensor:
@@ -150,19 +162,30 @@ class ModelFlops:
         unseen = [torch.zeros_like(lengths) if w is None else (lengths - w).relu() for w, _ in self.attention]
         return torch.stack([(lengths.square() - n.square()).sum() for n in unseen]) if unseen else lengths.new_zeros(0)
 
-    def forward(self, *, width: int, squared_lengths: Sequence[int]) -> int:
+    def forward(self, *, width: int, squared_lengths: Sequence[int], vision: Sequence[int] = ()) -> int:
         """Operations of the forward pass.
 
         Args:
             width: positions of all rows, pads included.
             squared_lengths: sums of :meth:`squared_lengths` over all rows.
-        """
-        attention = (n * kind.per_square for n, kind in zip(squared_lengths, self.attention, strict=True))
-        return width * self.per_position + sum(attention)
+            vision: sums of :meth:`VisionFlops.counts` over the images of all rows; none given means no images.
 
-    def training(self, *, width: int, squared_lengths: Sequence[int]) -> int:
+        Raises:
+            ValueError: for counts of images, where the model has no vision encoder.
+        """
+        attention = sum(n * kind.per_square for n, kind in zip(squared_lengths, self.attention, strict=True))
+        if vision and self.vision is None:
+            raise ValueError(f"vision={list(vision)}: the operations of a vision encoder are not known (ModelFlops.vision)")
+        images = 0 if self.vision is None or not vision else self.vision.forward(vision)
+        return width * self.per_position + attention + images
+
+    def training(self, *, width: int, squared_lengths: Sequence[int], vision: Sequence[int] = ()) -> int:
         """Operations of forward and backward pass, where all weights are trained: three times :meth:`forward`."""
-        return 3 * self.forward(width=width, squared_lengths=squared_lengths)
+        return 3 * self.forward(width=width, squared_lengths=squared_lengths, vision=vision)
+
+
+def _family(kind: Any) -> _Family | None:
+    return _FAMILIES.get(kind) if isinstance(kind, str) else None
 
 
 def _mlp(config: Any, family: _Family, layer: int) -> int:

@@ -15,9 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric
 from transformers import PreTrainedModel
 
+from lightning_pack.lora import BASE, LoraOptions, add_adapters, leave_out_frozen, put_in_frozen
 from lightning_pack.pretrained import checkpoint_activations, load_causal_lm
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE
+from lightning_pack.trainer_checks import must_stay_in_step
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -39,6 +41,7 @@ class PackedCausalLM(LightningModule):
         schedule: after the warm-up: ``"constant"``, or down to zero at the last step, ``"linear"`` or ``"cosine"``.
         gradient_checkpointing: recompute activations in the backward pass, for less memory.
         dtype: of the weights, such as ``"float32"`` or ``"bfloat16"``. Mixed precision of the Trainer needs ``"float32"``.
+        lora: freeze the model and train adapters; None trains the model.
 
     Raises:
         ValueError: for a model that cannot be built, and for values that do not fit together.
@@ -62,6 +65,7 @@ class PackedCausalLM(LightningModule):
         schedule: Schedule = "constant",
         gradient_checkpointing: bool = False,
         dtype: str = "float32",
+        lora: LoraOptions | None = None,
     ) -> None:
         super().__init__()
         if schedule not in ("constant", "linear", "cosine"):
@@ -75,6 +79,7 @@ class PackedCausalLM(LightningModule):
         # A checkpoint is loaded without unpickling classes, so it holds plain values only: a Path would make it unreadable.
         model = model if isinstance(model, dict) else str(model)
         betas = (float(betas[0]), float(betas[1]))
+        lora = LoraOptions.of(lora)
         self.save_hyperparameters(
             {
                 "model": model,
@@ -85,6 +90,7 @@ class PackedCausalLM(LightningModule):
                 "schedule": schedule,
                 "gradient_checkpointing": gradient_checkpointing,
                 "dtype": dtype,
+                "lora": None if lora is None else lora.plain(),
             }
         )
         self._source = model
@@ -95,6 +101,7 @@ class PackedCausalLM(LightningModule):
         self._schedule: Schedule = schedule
         self._gradient_checkpointing = gradient_checkpointing
         self._dtype: torch.dtype = getattr(torch, dtype)
+        self._lora = lora
         self.model: PreTrainedModel | None = None
         self.val_loss = MeanMetric()
         self.test_loss = MeanMetric()
@@ -107,6 +114,8 @@ class PackedCausalLM(LightningModule):
         model = load_causal_lm(self._source, dtype=self._dtype)
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             raise ValueError("output_router_logits=True: PackedCausalLM has no router loss; set it to False")
+        if self._lora is not None:
+            add_adapters(model, self._lora)
         if self._gradient_checkpointing:
             checkpoint_activations(model)
         # Saved models come in evaluation mode, and Lightning trains a module in the mode in which it finds it.
@@ -161,6 +170,11 @@ class PackedCausalLM(LightningModule):
     def on_fit_start(self) -> None:
         """Check the vocabulary before the sanity check."""
         self._check_vocabulary()
+        if self._lora is not None and self._lora.adapters_only and must_stay_in_step(self.trainer):
+            raise ValueError(
+                f"lora.adapters_only=True: {type(self.trainer.strategy).__name__} saves weights in shards of its own: set it "
+                "to false, or train under DDPStrategy"
+            )
 
     def on_validation_start(self) -> None:
         """Check the vocabulary; sum in double precision."""
@@ -189,19 +203,18 @@ class PackedCausalLM(LightningModule):
                 "more has no embedding; set vocab_size of the model's configuration, resize its embeddings, or use its own "
                 "tokenizer"
             )
-        self._check_placeholder()
 
-    def _check_placeholder(self) -> None:
-        """That of an encoder with images must be the model's, else the model would read it as text."""
-        assert self.model is not None
-        encoder = getattr(getattr(self.trainer, "datamodule", None), "encoder", None)
-        given = getattr(encoder, "image_token_id", None)
-        known = getattr(self.model.config, "image_token_id", None)
-        if given is not None and given != known:
-            raise ValueError(
-                f"the encoder writes images as token {given}, and image_token_id of {type(self.model).__name__} is {known}: "
-                "set image_token_id in the model's configuration, or take tokenizer and model of one vision-language model"
-            )
+    # --- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out what is frozen, under ``lora.adapters_only``."""
+        if self._lora is not None and self._lora.adapters_only:
+            leave_out_frozen(checkpoint, self)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Complete a checkpoint of adapters."""
+        if BASE in checkpoint:
+            put_in_frozen(checkpoint, self)
 
     # --- optimizer -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from lightning_pack.row import PackedBatch
 
+#: Names under which strategies keep the number of stages.
+_PIPELINE = ("pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel")
+
 
 def refuse_to_train(trainer: pl.Trainer, *, epochs: int | None) -> None:
     """Check a Trainer that is about to fit.
@@ -53,6 +56,27 @@ def must_stay_in_step(trainer: pl.Trainer | None) -> bool:
     return isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy)
 
 
+def refuse_pipeline(trainer: Any) -> None:
+    """Check that every rank has all layers.
+
+    Raises:
+        ValueError: for a strategy that cuts a model into stages, naming the setting.
+    """
+    strategy = trainer.strategy
+    settings = {name: getattr(strategy, name, None) for name in _PIPELINE}
+    mesh: Any = getattr(strategy, "_device_mesh", None)
+    for name in getattr(mesh, "mesh_dim_names", None) or ():
+        if name in ("pp", "pipeline", "pipeline_parallel"):
+            settings[f"{name} of the device mesh"] = mesh[name].size()
+    for name, value in settings.items():
+        if isinstance(value, int) and value > 1:
+            raise ValueError(
+                f"{name}={value} of {type(strategy).__name__}: a pipeline cuts a step in micro-batches of equal shape and "
+                "hands on hidden states without boundaries, which packed rows need in every layer: set it to 1 and spread the "
+                "model with ParallelLayout (context, tensor) or sharded weights"
+            )
+
+
 def refuse_other_namespace(trainer: Any) -> None:
     """Check that a callback's Trainer is one of ``lightning.pytorch``.
 
@@ -77,6 +101,12 @@ def require_packed(batch: Any) -> PackedBatch:
         if batch.input_ids.shape[-1] == 0:
             raise ValueError(
                 "an empty row reached the model (its packs only carry what was left out): do not emit it as a batch"
+            )
+        if batch.input_ids.ndim != 2 or batch.input_ids.shape[0] != 1:
+            raise ValueError(
+                f"input_ids of a PackedBatch have the shape {list(batch.input_ids.shape)}, and a micro-batch is one physical "
+                "row, [1, T], over which its boundaries (cu_seqlens) run: join packs with PackedBatch.from_packs or "
+                "packs_per_batch, and give more of them with accumulate_grad_batches"
             )
         return batch
     raise ValueError(

@@ -15,7 +15,7 @@ from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.packer import BatchPacker, Stage
 from lightning_pack.collated.row import CollatedRow
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.trainer_checks import refuse_other_namespace, require_packed
+from lightning_pack.trainer_checks import refuse_other_namespace, refuse_pipeline, require_packed
 
 
 class PackedAttention(Callback):
@@ -99,6 +99,7 @@ class PackedAttention(Callback):
                 "one (the command line always brings one; set it with --attention.*)"
             )
         refuse_other_namespace(trainer)
+        refuse_pipeline(trainer)
         datamodule = getattr(trainer, "datamodule", None)
         if self.policy is not None and isinstance(getattr(datamodule, "packing", None), PackingPolicy):
             raise ValueError(

@@ -14,10 +14,14 @@ from lightning_pack.attention.backends import BackendName
 from lightning_pack.attention.inspection import ModelRefusedError
 from lightning_pack.attention.positions import require_positions
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
+from lightning_pack.callbacks.media_parameters import MediaParameters
 from lightning_pack.context import ContextSlice
+from lightning_pack.encoders import VisionChatEncoder
+from lightning_pack.encoders.vision_checks import check_model
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
 from lightning_pack.target_window import refuse_unaveraged
+from lightning_pack.trainer_checks import must_stay_in_step
 
 #: First part of the trainer's precision, and the dtype in which attention is then computed.
 _COMPUTED_IN = {"bf16": torch.bfloat16, "16": torch.float16, "transformer": torch.bfloat16}
@@ -33,6 +37,7 @@ class PackedModels:
     def __init__(self, backend: BackendName) -> None:
         self.backend: BackendName = backend
         self._active: list[ActivatedModel] = []
+        self._media: list[MediaParameters] = []
         self._context: ContextParallel | None = None
         self._cutter: RowCutter | None = None
         self._told: set[str] = set()
@@ -57,6 +62,11 @@ class PackedModels:
                 f"probe_memory=True with context={layout.context}, eval_context={layout.evaluation.context}: a rank that runs "
                 "out of memory alone would leave the others waiting in attention: switch one of them off"
             )
+        if getattr(getattr(trainer.datamodule, "encoder", None), "has_media", False):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"context={layout.context}, eval_context={layout.evaluation.context} of the datamodule's parallel layout cuts "
+                "rows, and the images of its encoder belong to whole ones: train with images on context=1"
+            )
         if self._context is None or not self._context.serves(layout):
             self._context = ContextParallel(layout, trainer)
 
@@ -69,11 +79,18 @@ class PackedModels:
         if self._active:
             return
         choices = [(model, self._choose(trainer, model)) for model in find_models(pl_module)]
+        encoder = getattr(getattr(trainer, "datamodule", None), "encoder", None)
+        if isinstance(encoder, VisionChatEncoder):
+            # A text model may stand beside the one that sees.
+            seeing = [model for model, _ in choices if hasattr(model.config, "vision_config")]
+            for model in seeing or [choices[0][0]]:
+                check_model(encoder, model.config, model=type(model).__name__)
         findings = [finding for model, choice in choices for finding in inspect_model(model, backend=choice.backend)]
         if findings:
             raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))
         for model, choice in choices:
             self._active.append(ActivatedModel.of(model, backend=choice.backend))
+            self._media.append(MediaParameters(model, sharded=must_stay_in_step(trainer)))
             message = f"Packed attention of {type(model).__name__}: {choice}"
             if message not in self._told:
                 self._told.add(message)
@@ -96,6 +113,8 @@ class PackedModels:
         if self._cutter is not None:
             self._cutter.remove()
             self._cutter = None
+        while self._media:
+            self._media.pop().remove()
         active, self._active = self._active, []
         # Backwards: models may share a configuration, and only the first of them found it as it was.
         for model in reversed(active):

@@ -49,6 +49,7 @@ class VisionFamily:
         grid: name of the tensor whose rows tell the grid of each image in patches, int64 ``[images, 3]``.
         positions: (ids, grids, ``image_token_id=``, ``merge_size=``) -> int64 ``[3, L]``; None for models that place images
             like text.
+        model_types: ``model_type`` of the models that take its images; empty for any.
     """
 
     name: str
@@ -58,6 +59,7 @@ class VisionFamily:
     tensors: tuple[str, ...] = ("pixel_values", "image_grid_thw")
     grid: str = "image_grid_thw"
     positions: Callable[..., Tensor] | None = mrope_positions
+    model_types: tuple[str, ...] = ()
 
 
 _FAMILIES: dict[str, VisionFamily] = {}
@@ -83,5 +85,5 @@ def vision_family(name: str) -> VisionFamily:
     return _FAMILIES[name]
 
 
-for _name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-    register_vision_family(VisionFamily(name=_name))
+for _types in (("qwen2_vl",), ("qwen2_5_vl",), ("qwen3_vl", "qwen3_vl_moe")):
+    register_vision_family(VisionFamily(name=_types[0], model_types=_types))

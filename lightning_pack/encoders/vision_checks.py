@@ -13,6 +13,8 @@ from lightning_pack.media import nbytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightning_pack.encoders.vision_chat import VisionChatEncoder
+
 #: Width and height of an image that is processed on trial.
 _PROBED = (90, 70)
 #: A chat whose images are counted in what the template makes of it.
@@ -69,6 +71,56 @@ def check_image_processor(processor: Any, family: VisionFamily) -> None:
             f"an image of {_PROBED[0]} x {_PROBED[1]} pixels becomes {tokens} tokens and {nbytes(media)} bytes by "
             f"{type(processor).__name__}, but its size says {size.tokens} and {size.nbytes}: lengths would be "
             "wrong; set do_resize=True, or register a family whose size is right"
+        )
+
+
+def check_model(encoder: VisionChatEncoder, config: Any, *, model: str) -> None:
+    """Compare what an encoder makes of images with the configuration of the model that takes them.
+
+    Args:
+        encoder: of the data.
+        config: of the model.
+        model: its name, for messages.
+
+    Raises:
+        ValueError: naming the setting that differs, with both values.
+    """
+    family, kind = encoder.family, getattr(config, "model_type", None)
+    vision, text = getattr(config, "vision_config", None), config.get_text_config()
+    if vision is None:
+        raise ValueError(
+            f"the encoder's family {family.name!r} gives images, and {model} (model_type={kind!r}) has no vision encoder: take "
+            "a vision-language model, or leave vision out and train on text"
+        )
+    if family.model_types and kind not in family.model_types:
+        raise ValueError(
+            f"the encoder's family {family.name!r} is for models of model_type {' or '.join(map(repr, family.model_types))}, "
+            f"and that of {model} is {kind!r}: set vision (family of VisionChatEncoder) to the model's own, "
+            "with its tokenizer and image processor"
+        )
+    token = getattr(config, "image_token_id", None)
+    if token != encoder.image_token_id:
+        raise ValueError(
+            f"the encoder writes images as token {encoder.image_token_id}, and image_token_id of {model} is {token}: "
+            "set image_token_id in the model's configuration, or take tokenizer and model of one vision-language model"
+        )
+    processor = encoder.image_processor
+    for ours, theirs in (
+        ("patch_size", "patch_size"),
+        ("merge_size", "spatial_merge_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+    ):
+        given, known = getattr(processor, ours, None), getattr(vision, theirs, None)
+        if given is not None and known is not None and given != known:
+            raise ValueError(
+                f"{ours}={given} of the image processor, and {theirs}={known} of the vision_config of {model}: images would be "
+                "cut in other patches than the model takes; use the image processor of the model, or make the settings equal"
+            )
+    width = getattr(vision, "out_hidden_size", None)
+    if width is not None and width != text.hidden_size:
+        raise ValueError(
+            f"out_hidden_size={width} of the vision_config of {model}, and hidden_size={text.hidden_size} of its text_config: "
+            "an image's features take the place of embeddings, so make them equal"
         )
 
 
