@@ -49,7 +49,7 @@ def check_boundaries(batch: PackedBatch) -> None:
     offsets = physical.tolist()
     if real is not physical and torch.equal(real, physical):
         raise BoundariesError(
-            f"cu_seqlens and cu_seqlens_padded are both {_shown(offsets)} but two tensors; kernels tell 'no padding' by "
+            f"cu_seqlens and cu_seqlens_padded are both {shown_offsets(offsets)} but two tensors; kernels tell 'no padding' by "
             "identity: pass one tensor as both"
         )
     check_offsets(real.tolist(), offsets, width=row.shape[1], source_keys=batch.source_keys)
@@ -81,7 +81,7 @@ def check_offsets(real: Sequence[int], physical: Sequence[int], *, width: int, s
         raise BoundariesError(f"{len(real)} boundaries for {len(source_keys)} sources, at least one more is needed; {_BUILD}")
     for name, offsets in (("real", real), ("physical", physical)):
         if offsets[0] != 0:
-            raise BoundariesError(f"{name} boundaries start at {offsets[0]} and not at 0: {_shown(offsets)}; {_BUILD}")
+            raise BoundariesError(f"{name} boundaries start at {offsets[0]} and not at 0: {shown_offsets(offsets)}; {_BUILD}")
     for number, (lengths, places) in enumerate(zip(pairwise(real), pairwise(physical), strict=True)):
         tokens, room = lengths[1] - lengths[0], places[1] - places[0]
         if tokens < 0 or room < 0:
@@ -125,5 +125,6 @@ def _named(number: int, source_keys: Sequence[str]) -> str:
     return f"source {number} ({source_keys[number]!r})" if number < len(source_keys) else f"empty source {number}"
 
 
-def _shown(offsets: Sequence[int]) -> str:
+def shown_offsets(offsets: Sequence[int]) -> str:
+    """The first few, for a message."""
     return f"[{', '.join(map(str, offsets[:8]))}{', ...' if len(offsets) > 8 else ''}]"

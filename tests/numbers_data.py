@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,26 @@ def records_of(sizes: Iterable[int]) -> list[dict[str, Any]]:
 
 def write_webdataset(folder: Path, parts: Mapping[str, list[Any]], *, shards: int = 3) -> Path:
     """Write records (dict: as JSON, bytes: as they are) as an Energon dataset with a split for every part."""
+    samples = {
+        part: [{"json": record if isinstance(record, bytes) else json.dumps(record).encode()} for record in records]
+        for part, records in parts.items()
+    }
+    return write_samples(folder, samples, shards=shards, digits=6)
+
+
+def write_samples(folder: Path, parts: Mapping[str, Sequence[Mapping[str, bytes]]], *, shards: int, digits: int) -> Path:
+    """Write samples (files by their ending) as an Energon dataset; ``digits`` of their number are in the key."""
     folder.mkdir(parents=True)
     names = []
-    for part, records in parts.items():
+    for part, samples in parts.items():
         for shard in range(shards):
             names.append(f"{part}-{shard}.tar")
             with tarfile.open(folder / names[-1], "w") as tar:
-                for i in range(shard, len(records), shards):
-                    record = records[i]
-                    data = record if isinstance(record, bytes) else json.dumps(record).encode()
-                    info = tarfile.TarInfo(f"{part}{i:06d}.json")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+                for i in range(shard, len(samples), shards):
+                    for ending, data in samples[i].items():
+                        info = tarfile.TarInfo(f"{part}{i:0{digits}d}.{ending}")
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
     (folder / ".nv-meta").mkdir()
     (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
     with contextlib.redirect_stdout(io.StringIO()):

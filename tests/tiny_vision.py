@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lightning_pack.encoders import VisionChatEncoder
+from tests.numbers_data import write_samples
 
 SPECIAL = [
     "<|endoftext|>",
@@ -160,21 +158,4 @@ def sample(seed: int, images: int, **options: Any) -> dict[str, bytes]:
 
 def write_shards(folder: Path, parts: Mapping[str, Sequence[Members]], *, shards: int = 2) -> Path:
     """An Energon dataset of crude samples with files."""
-    folder.mkdir(parents=True)
-    names = []
-    for part, samples in parts.items():
-        for shard in range(shards):
-            names.append(f"{part}-{shard}.tar")
-            with tarfile.open(folder / names[-1], "w") as tar:
-                for i in range(shard, len(samples), shards):
-                    for ending, data in samples[i].items():
-                        info = tarfile.TarInfo(f"{part}{i:04d}.{ending}")
-                        info.size = len(data)
-                        tar.addfile(info, io.BytesIO(data))
-    (folder / ".nv-meta").mkdir()
-    (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
-    with contextlib.redirect_stdout(io.StringIO()):
-        BaseWebdatasetFactory.prepare_dataset(
-            folder, names, split_parts_patterns=[(part, f"^{part}-.*") for part in parts], shuffle_seed=None, workers=1
-        )
-    return folder
+    return write_samples(folder, parts, shards=shards, digits=4)

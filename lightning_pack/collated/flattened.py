@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pack.boundaries import shown_offsets
 from lightning_pack.collated.fields import CollatedBatchError, Contents
 from lightning_pack.collated.gathering import gather_row
 from lightning_pack.collated.row import CollatedRow
@@ -90,8 +91,8 @@ def offsets_of(read: dict[str, Any], *, width: int, name: str) -> list[int]:
         ends.pop()
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != width or any(b <= a for a, b in pairwise(ends)):
         raise CollatedBatchError(
-            f"the boundaries of {name} are {_shown(ends)} in a row of {width} tokens: they start at 0, rise and end with the "
-            "row"
+            f"the boundaries of {name} are {shown_offsets(ends)} in a row of {width} tokens: they start at 0, rise and end "
+            "with the row"
         )
     lengths = np.diff(ends)
     starts = np.repeat(ends[:-1], lengths)
@@ -99,17 +100,13 @@ def offsets_of(read: dict[str, Any], *, width: int, name: str) -> list[int]:
         wrong = int(np.flatnonzero(found["position_ids"] != np.arange(width) - starts)[0])
         raise CollatedBatchError(
             f"position_ids of {name} do not restart at 0 with each source (token {wrong} has {found['position_ids'][wrong]}, "
-            f"boundaries {_shown(ends)}), which is what a packed row gives them: leave them out and give cu_seq_lens_q, or use "
-            "position_ids_start=0"
+            f"boundaries {shown_offsets(ends)}), which is what a packed row gives them: leave them out and give cu_seq_lens_q, "
+            "or use position_ids_start=0"
         )
     if "seq_idx" in found:
         changes = np.flatnonzero(np.diff(found["seq_idx"])) + 1
         if changes.tolist() != ends[1:-1]:
             raise CollatedBatchError(
-                f"seq_idx of {name} changes at {_shown(changes.tolist())}, the boundaries are {_shown(ends)}"
+                f"seq_idx of {name} changes at {shown_offsets(changes.tolist())}, the boundaries are {shown_offsets(ends)}"
             )
     return ends
-
-
-def _shown(offsets: list[int]) -> str:
-    return f"[{', '.join(map(str, offsets[:8]))}{', ...' if len(offsets) > 8 else ''}]"

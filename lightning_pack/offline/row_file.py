@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_pack.boundaries import shown_offsets
 from lightning_pack.source import IGNORE
 
 #: Version of the two members.
@@ -159,7 +160,7 @@ class Row:
         room = np.diff(self.offsets)
         if self.offsets[0] != 0 or (room < 0).any() or room[len(lengths) :].any():
             raise DamagedRowError(
-                f"its boundaries {_shown(self.offsets)} must begin at 0, never decrease, and repeat the last one after "
+                f"its boundaries {shown_offsets(self.offsets)} must begin at 0, never decrease, and repeat the last one after "
                 f"{len(lengths)} sources"
             )
         for key, length, places in zip(self.keys, lengths, room.tolist(), strict=False):
@@ -169,10 +170,6 @@ class Row:
         starts = np.array([start for start, length in zip(real, lengths, strict=False) if length], dtype=np.int64)
         if len(starts) and (tokens[1, starts] != IGNORE).any():
             raise DamagedRowError("the first token of a source is a target, which would be predicted from another source")
-
-
-def _shown(offsets: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, offsets[:8]))}{', ...' if len(offsets) > 8 else ''}]"
 
 
 def _json(value: Any) -> bytes:
