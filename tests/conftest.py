@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.numbers_data import lengths, records_of, write_webdataset
 
 # Whoever starts tests in the background may have Ctrl-C ignored, in all that they start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, so that a failure is one for everybody; `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile("explore", settings())
+settings.register_profile("steady", derandomize=True)
+settings.load_profile("steady")
 
 VECTORS = Path(__file__).parent / "vectors"
 

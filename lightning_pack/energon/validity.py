@@ -85,9 +85,9 @@ def refuse_impossible(
         if epoch == epochs and epochs is not None:
             raise damaged(place, f"all {epochs} passes over the data are said to be done")
         _stage(at, options.policy, place)
-        start = from_plain(at["start"], where=f"{place}.start")
+        parts = {name: from_plain(b"" if part is None else part, where=f"{place}.{name}") for name, part in at.items()}
         share = open_share(options, saved["worker"], Whereabouts(), split="train", of=workers.of, epoch=epoch)
-        _dataset(share.dataset, start, f"{place}.start", 0)
+        _dataset(share.dataset, parts["start"], f"{place}.start", 0)
         _keys(share.dataset, at["carried"], f"{place}.carried", 0)
 
 
