@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.numbers_data import lengths, records_of, write_webdataset
+
+# The models are tiny, and tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Whoever starts tests in the background may have Ctrl-C ignored, in all that they start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)

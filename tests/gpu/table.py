@@ -247,7 +247,7 @@ def _tests(limit: float) -> str | None:
     # They run in a process of their own, from which memory that this one keeps for later would be missing.
     gc.collect()
     torch.cuda.empty_cache()
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-n", "0", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=limit, check=False)
     except subprocess.TimeoutExpired:
