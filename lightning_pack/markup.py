@@ -82,7 +82,11 @@ def table(rows: Iterable[Sequence[object]], *, headings: Sequence[str] = (), mar
     for number, row in enumerate(rows):
         style = ' style="font-weight: bold"' if number == marked else ""
         body += f"<tr{style}>{_cells('td', row)}</tr>"
-    return f'<table style="border-collapse:collapse">{head}<tbody>{body}</tbody></table>'
+    # A page narrower than the table scrolls it.
+    return (
+        '<div style="overflow-x:auto;margin:4px 0"><table style="border-collapse:collapse;font-size:inherit">'
+        f"{head}<tbody>{body}</tbody></table></div>"
+    )
 
 
 def _cells(tag: str, cells: Sequence[object]) -> str:

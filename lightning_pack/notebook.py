@@ -134,7 +134,8 @@ def _listed(rows: Sequence[Sequence[object]], *, headings: Sequence[str]) -> str
     if not rows:
         return ""
     more = len(rows) - MOST_ROWS
-    return markup.table(rows[:MOST_ROWS], headings=headings) + (markup.note(f"and {more:,} more") if more > 0 else "")
+    shown = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows[:MOST_ROWS]]
+    return markup.table(shown, headings=headings) + (markup.note(f"and {more:,} more") if more > 0 else "")
 
 
 def _left_out(left_out: Iterable[LeftOut]) -> str:
