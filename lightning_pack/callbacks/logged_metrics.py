@@ -94,15 +94,15 @@ METRICS = (
         LoggedMetric(
             name=f"age_{name}",
             unit="turnovers of the buffer",
-            meaning=f"how long {who} waited in the buffer of its loader worker; rounded up to 1/8, above 8 to a power of two, "
-            "1024 is any longer wait",
+            meaning=f"wait in the buffer of a loader worker that {who} exceeded, rounded up to 1/8 (above 8 to a power of two; "
+            "1024 is any longer wait)",
             when=ALWAYS,
             only="with a policy",
         )
         for name, who in (
-            ("p50", "the median source"),
-            ("p95", "the source that 95 % have not exceeded"),
-            ("max", "the source that waited longest"),
+            ("p50", "half of the sources have not"),
+            ("p95", "95 % of the sources have not"),
+            ("max", "no source has"),
         )
     ),
     LoggedMetric(
