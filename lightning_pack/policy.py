@@ -18,6 +18,7 @@ from lightning_pack.binning import Groups
 from lightning_pack.carry import Candidates, closed_rows, exact_fill, fullest_half
 from lightning_pack.layout import RowLayout
 from lightning_pack.media_budget import MediaBudget, within_budget
+from lightning_pack.notebook import policy_html
 from lightning_pack.overlength import Overlength, OverlengthError, admitted, too_long
 from lightning_pack.policy_checks import check_settings
 from lightning_pack.source import EncodedSource, Pack
@@ -109,6 +110,9 @@ class PackingPolicy:
         if self.width is None:
             object.__setattr__(self, "width", "variable")
         check_settings(self)
+
+    def _repr_html_(self) -> str:
+        return policy_html(self)
 
     @property
     def packer(self) -> str:

@@ -34,6 +34,7 @@ from torch import Tensor
 from lightning_pack.boundaries import check_offsets
 from lightning_pack.media import Media, PlainMedia, from_plain, joined, to_plain
 from lightning_pack.model_arguments import model_arguments
+from lightning_pack.notebook import batch_html
 from lightning_pack.source import IGNORE, LeftOut, Pack
 
 
@@ -208,9 +209,12 @@ class PackedBatch:
     def __repr__(self) -> str:
         real, width = int(self.cu_seqlens[-1]), self.width
         return (
-            f"PackedBatch({len(self.source_keys)} sources, {real} real tokens in a row of {width}, "
+            f"PackedBatch({len(self.source_keys)} sources, {real} real tokens in a row of {width}, {real / max(width, 1):.1%}, "
             f"{len(self.left_out)} left out, on {self.input_ids.device})"
         )
+
+    def _repr_html_(self) -> str:
+        return batch_html(self)
 
     #: ``**batch`` needs item access, which must not make a batch look like a sequence.
     __iter__ = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_pack.layout import RowLayout
 from lightning_pack.media import Deferred, Media
 from lightning_pack.media import nbytes as media_nbytes
+from lightning_pack.notebook import pack_html, source_html
 
 #: Label of a position that is no target (the convention of transformers and of torch's cross entropy).
 IGNORE = -100
@@ -106,6 +107,9 @@ class EncodedSource:
     def __repr__(self) -> str:
         return f"EncodedSource({self.key!r}, {len(self)} tokens, left_out={self.left_out})"
 
+    def _repr_html_(self) -> str:
+        return source_html(self)
+
 
 @dataclass
 class Pack:
@@ -118,3 +122,10 @@ class Pack:
     ages: list[int] = field(default_factory=list)
     #: Set by Energon.
     __restore_key__: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        row = "no row" if self.layout is None else f"{sum(self.layout.lengths)} real tokens in a row of {self.layout.width}"
+        return f"Pack({len(self.sources)} sources, {row}, {len(self.left_out)} left out)"
+
+    def _repr_html_(self) -> str:
+        return pack_html(self)

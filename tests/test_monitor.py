@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_pack.callbacks import throughput
@@ -24,6 +24,7 @@ from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import EncodedSource
+from tests.logger_files import tensorboard_images
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -438,12 +439,13 @@ def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     peaks = {0: 10**12, 1: 2 * 10**12}
     throughput.peak_flops = lambda device: peaks[int(os.environ["RANK"])]  # type: ignore[assignment]
-    monitor = PackingMonitor(flops=FLOPS, summary=True)
+    monitor = PackingMonitor(flops=FLOPS, summary=True, figures=True)
     data = RankData(ParallelLayout(tensor=argument["tensor"]))
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "log_every_n_steps": 1}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = trainer(path, monitor, max_steps=2, **options)
+        board = TensorBoardLogger(path / f"board{os.environ['RANK']}", version="", name="", default_hp_metric=False)
+        run = trainer(path, monitor, max_steps=2, logger=[CSVLogger(path), board], **options)
         run.fit(TokenModel(), datamodule=data)
         report["warnings"] = [str(w.message) for w in caught if issubclass(w.category, LeftOutWarning)]
     report["logged"] = sorted(name for name in run.logged_metrics if name.startswith("packing/"))
@@ -489,6 +491,8 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
         assert report["flops_per_token"] == pytest.approx(3 * (1000 * (8 + 12) + 64 * 52 + 16 * (52 - 9)) / 10)
         assert report["peak"] == pytest.approx(3.0)
     assert zero["logged"] == one["logged"]
+    assert list(tensorboard_images(tmp_path / "board0")["packing/figure"]) == [1]
+    assert not (tmp_path / "board1").exists()
     assert "packing/left_out/corrupt" in zero["logged"]
     # Rank 0 saw none itself, and is the one that tells.
     assert len(zero["warnings"]) == 1

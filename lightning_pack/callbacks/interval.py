@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_pack.callbacks.logged_metrics import When, registered
+
 
 class IntervalClock:
     """Seconds since the last logging without the pauses, and what had been counted then; stopped until its first restart."""
@@ -58,11 +60,18 @@ def logs_now(trainer: Trainer, pl_module: LightningModule) -> bool:
     return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
 
 
-def log_values(pl_module: LightningModule, values: Mapping[str, float], *, epoch: bool) -> None:
-    """Log values that are the same on all ranks as ``packing/<name>``, of a step or of an epoch."""
+def log_values(pl_module: LightningModule, values: Mapping[str, float], *, when: When) -> None:
+    """Log values that are the same on all ranks, by the names of :mod:`lightning_pack.callbacks.logged_metrics`.
+
+    Raises:
+        KeyError: for one that is not listed there.
+    """
     # Lightning warns of an epoch's value without sync_dist. float64 keeps token counts exact beyond 2**24; MPS has none.
     dtype = torch.float32 if pl_module.device.type == "mps" else torch.float64
+    epoch = when is not When.INTERVAL
     for name, value in values.items():
+        full = f"packing/{when.value.format(name)}"
+        registered(full)
         tensor = torch.tensor(value, dtype=dtype, device=pl_module.device)
-        bar = name.endswith("fill")
-        pl_module.log(f"packing/{name}", tensor, prog_bar=bar, on_step=not epoch, on_epoch=epoch, batch_size=1, sync_dist=epoch)
+        bar = full.endswith("fill")
+        pl_module.log(full, tensor, prog_bar=bar, on_step=not epoch, on_epoch=epoch, batch_size=1, sync_dist=epoch)

@@ -12,8 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pack.callbacks.figures import drawn, figures_wanted, log_figure
 from lightning_pack.callbacks.interval import IntervalClock, log_values, logs_now
-from lightning_pack.callbacks.summary import Examples, add_examples, gather_examples, print_summary
+from lightning_pack.callbacks.logged_metrics import When
+from lightning_pack.callbacks.summary import Examples, add_examples, gather_examples, print_summary, summary_html
 from lightning_pack.callbacks.tally import TrainingTally, sharing_ranks, sum_over_ranks
 from lightning_pack.callbacks.throughput import ModelThroughput, flops_of_module
 from lightning_pack.callbacks.totals import Totals
@@ -32,42 +34,48 @@ class LeftOutWarning(UserWarning):
 class PackingMonitor(Callback):
     """Logs and sums up how well rows are filled, and what was left out.
 
-    At the trainer's logging interval, through the module's ``log``:
+    :data:`~lightning_pack.callbacks.logged_metrics.METRICS` lists every number with its unit, and so does this folder's README.
+    At the trainer's logging interval, through the module's ``log``, of the steps since the last logging:
 
-    * of the steps since the last logging: ``packing/fill`` (progress bar too), ``packing/alignment_padding``,
-      ``packing/tail_padding`` (shares of all slots, which add up to 1), ``packing/overlength`` (tokens left out because their
-      source was longer than the capacity, a share of all tokens read), ``packing/sources_per_pack``;
-    * ``packing/age_p50``, ``packing/age_p95``, ``packing/age_max``: how long sources waited for their pack, in turnovers of the
-      buffer of a loader worker, rounded up to 1/8 (above 8 to a power of two, 1024 is any longer wait);
-    * ``packing/gap_to_bound``: packs per pack of a lower bound, less 1. The bound holds for one packer that has all sources of
-      these steps, of all ranks and workers, before it at once (:class:`~lightning_pack.histogram.LengthHistogram`);
-    * ``packing/rank_imbalance``: mean over the steps of (largest / mean over ranks) of the sum of squared real lengths that a
-      rank trained on in the step, which is what attention costs; 1 is equal work;
-    * ``packing/real_tokens_per_second``, ``packing/target_tokens_per_second``;
-    * ``packing/model_tflops_per_second``: operations of forward and backward pass (:mod:`lightning_pack.flops`) of all devices,
-      in 1e12 per second, and ``packing/mfu``: their share of the dense bfloat16 peak of all devices, whatever the precision is.
-      The first only for known models all of whose weights are trained, the second only where every device is a known one;
-    * since the run began, resumed parts included: ``packing/real_tokens_seen``, ``packing/sources_seen``,
-      ``packing/packs_seen``, ``packing/left_out/<reason>`` (sources, for reasons that occurred).
+    * ``packing/fill`` (progress bar too), ``packing/alignment_padding`` and ``packing/tail_padding``, shares of all slots that
+      add up to 1, ``packing/overlength`` and ``packing/sources_per_pack``;
+    * how long sources waited for their pack (``packing/age_*``), and how many packs a packer that sees all of these sources at
+      once would spare at most (``packing/gap_to_bound``; :class:`~lightning_pack.histogram.LengthHistogram`);
+    * how unequal the attention work of the ranks is (``packing/rank_imbalance``), tokens and operations per second;
+    * since the run began, resumed parts included: ``packing/*_seen`` and ``packing/left_out/<reason>``.
 
-    At the end of an epoch the same shares, ages, gap and imbalance of the whole epoch, as ``packing/fill_epoch`` and so on.
+    At the end of an epoch the shares, ages, gap and imbalance of the whole epoch, as ``packing/fill_epoch`` and so on.
     After an evaluation: ``packing/val_fill``, ``packing/test_fill`` and so on. These are never mixed into the training counts,
     and the sanity check counts nowhere. All numbers are of all data-parallel ranks. An interval or an epoch that a stop cuts in
     two is one: what came before the stop is in the checkpoint, the imbalance of its completed steps too. Rates leave out
     validation and the first step of the process. The first source that training leaves out gives a :class:`LeftOutWarning`,
     once per fit.
 
+    In a notebook it shows what was counted so far.
+
     Args:
         policy: what the rows were packed with. None takes the datamodule's ``packing``; where there is none either, a row's
             slots are its physical width, and there are no ages and no gap.
         flops: operations of the model, such as ``ModelFlops.of(config)``. None takes those of ``model.config`` of the module.
         summary: whether rank 0 prints a table at the end of fit, validate and test.
+        figures: whether rank 0 logs a figure at the end of each epoch of training, as ``packing/figure``: lengths of the
+            sources, and where slots and tokens went. TensorBoardLogger, WandbLogger and MLFlowLogger take it; it needs
+            matplotlib. A warning tells where one of these is missing.
     """
 
-    def __init__(self, *, policy: PackingPolicy | None = None, flops: ModelFlops | None = None, summary: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        policy: PackingPolicy | None = None,
+        flops: ModelFlops | None = None,
+        summary: bool = True,
+        figures: bool = False,
+    ) -> None:
         self.policy = policy
         self.flops = flops
         self.summary = summary
+        self.figures = figures
+        self._draws = False
         self._trainer: Trainer | None = None
         self._tally = TrainingTally(None, PackingMetrics())
         self._evaluation = PackingMetrics()
@@ -76,6 +84,20 @@ class PackingMonitor(Callback):
         self._told_left_out = self._told_other_batch = False
         self._clock = IntervalClock()
         self._throughput: ModelThroughput | None = None
+
+    def __repr__(self) -> str:
+        told = "; ".join(f"{stage}: {stats.packs:,} packs, fill {stats.fill:.2%}" for stage, stats in self._so_far().items())
+        return f"PackingMonitor({told or 'no batch was counted yet'})"
+
+    def _repr_html_(self) -> str:
+        world_size = 1 if self._trainer is None else self._trainer.world_size
+        where = "" if world_size == 1 or "train" in self._results else f", in training on this one of {world_size} ranks"
+        return summary_html(f"PackingMonitor: counted so far{where}", self._so_far(), self._examples)
+
+    def _so_far(self) -> dict[str, PackingStats]:
+        """Stage -> what was counted; of a fit that has not ended by this rank alone, for others may not be asked now."""
+        train = self._tally.metrics.stats(self._tally.of_this_rank().counts)
+        return ({"train": train} if train.packs or train.left_out else {}) | self._results
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start counting from nothing for a new trainer; a trainer that fits again goes on."""
@@ -113,6 +135,8 @@ class PackingMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the warnings of this fit."""
         self._told_left_out = self._told_other_batch = False
+        self._results.pop("train", None)
+        self._draws = self.figures and figures_wanted(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the counts to the module's device, and start no clock before the first step is done."""
@@ -151,8 +175,13 @@ class PackingMonitor(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log ``packing/*_epoch``."""
         self._tally.epoch_ends()
-        values = self._ratios(self._tally.of_epoch())
-        log_values(pl_module, {f"{name}_epoch": value for name, value in values.items()}, epoch=True)
+        totals = self._tally.of_epoch()
+        log_values(pl_module, self._ratios(totals), when=When.EPOCH)
+        stats = self._tally.metrics.stats(totals.counts)
+        if self._draws and trainer.is_global_zero and stats.packs:
+            # Lightning logs the numbers of an epoch with the number of its last step.
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
+            log_figure(trainer.loggers, drawn(stats, title=f"Packing of epoch {trainer.current_epoch}"), step=step)
 
     def _ratios(self, totals: Totals) -> dict[str, float]:
         values = self._tally.metrics.stats(totals.counts).ratios()
@@ -171,7 +200,7 @@ class PackingMonitor(Callback):
         for name in ("real_tokens", "sources", "packs"):
             values[f"{name}_seen"] = getattr(stats, name)
         values.update({f"left_out/{reason}": number for reason, number in stats.left_out.items()})
-        log_values(pl_module, values, epoch=False)
+        log_values(pl_module, values, when=When.INTERVAL)
         if stats.left_out and not self._told_left_out:
             self._told_left_out = True
             self._warn_left_out(f"{sum(stats.left_out.values())} sources are left out of training so far")
@@ -220,16 +249,16 @@ class PackingMonitor(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log ``packing/val_*``."""
         if not trainer.sanity_checking:
-            self._log_evaluation(pl_module, "validation", "val")
+            self._log_evaluation(pl_module, "validation", When.VALIDATION)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log ``packing/test_*``."""
-        self._log_evaluation(pl_module, "test", "test")
+        self._log_evaluation(pl_module, "test", When.TEST)
 
-    def _log_evaluation(self, pl_module: LightningModule, stage: str, prefix: str) -> None:
+    def _log_evaluation(self, pl_module: LightningModule, stage: str, when: When) -> None:
         counts = sum_over_ranks(self._trainer, self._evaluation.counts, evaluation=True)
         stats = self._results[stage] = self._evaluation.stats(counts)
-        log_values(pl_module, {f"{prefix}_{name}": value for name, value in stats.ratios().items()}, epoch=True)
+        log_values(pl_module, stats.ratios(), when=when)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock of training go on; print the table where validation is all there is."""

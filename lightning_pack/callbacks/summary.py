@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import distributed
 
+from lightning_pack import markup
 from lightning_pack.callbacks.work import Imbalance
+from lightning_pack.markup import Kind, Part
 from lightning_pack.metrics import PackingStats, counted_reason
 from lightning_pack.source import LeftOut
 
@@ -84,10 +86,8 @@ def print_summary(
     table.add_column("")
     for stage in stats:
         table.add_column(stage, justify="right")
-    for name, value in _ROWS.items():
-        table.add_row(name, *(value(column) for column in stats.values()))
-    if imbalance is not None and imbalance.steps:
-        table.add_row("rank imbalance", *(f"{imbalance.mean:.3f}" if stage == "train" else "" for stage in stats))
+    for row in _rows(stats, imbalance):
+        table.add_row(*row)
     console = Console()
     console.print(table)
     for stage, column in stats.items():
@@ -99,3 +99,58 @@ def print_summary(
             # Text, not markup: a key may hold square brackets.
             line = f"{stage}: left out for {reason}: {number:,} sources, {tokens:,} tokens"
             console.print(Text(f"{line}, for example {keys}" if keys else line), soft_wrap=True)
+
+
+def _rows(stats: Mapping[str, PackingStats], imbalance: Imbalance | None) -> list[tuple[str, ...]]:
+    """A name, then one cell for each stage."""
+    rows = [(name, *(value(column) for column in stats.values())) for name, value in _ROWS.items()]
+    if imbalance is not None and imbalance.steps:
+        rows.append(("rank imbalance", *(f"{imbalance.mean:.3f}" if stage == "train" else "" for stage in stats)))
+    return rows
+
+
+def summary_html(
+    title: str, stats: Mapping[str, PackingStats], examples: Mapping[str, Examples], *, imbalance: Imbalance | None = None
+) -> str:
+    """The same for a notebook, with a bar of the slots of each stage.
+
+    Args:
+        title: of it.
+        stats: stage -> statistics.
+        examples: stage -> reason -> keys.
+        imbalance: of the ranks' work in the stage ``"train"``; None where it is not known.
+    """
+    if not stats:
+        return markup.card(title, markup.note("no batch was counted yet"))
+    parts = [part for stage, column in stats.items() for part in (markup.line(stage), *_slots(column))]
+    gone = [
+        (
+            stage,
+            reason,
+            f"{number:,}",
+            f"{column.left_out_tokens[reason]:,}",
+            ", ".join(examples.get(stage, {}).get(reason, [])),
+        )
+        for stage, column in stats.items()
+        for reason, number in column.left_out.items()
+    ]
+    headings = ("left out of", "reason", "sources", "tokens", "for example")
+    return markup.card(
+        title,
+        *parts,
+        markup.table(_rows(stats, imbalance), headings=("", *stats)),
+        markup.table(gone, headings=headings) if gone else markup.note("no source was left out"),
+    )
+
+
+def _slots(stats: PackingStats) -> tuple[str, str]:
+    """A bar of what is in the slots, and its legend."""
+    kinds: dict[Kind, tuple[str, int]] = {
+        "target": ("target tokens", stats.target_tokens),
+        "token": ("other real tokens", stats.real_tokens - stats.target_tokens),
+        "alignment": ("alignment padding", stats.alignment_padding),
+        "tail": ("tail padding", stats.tail_padding),
+    }
+    told = {kind: f"{name} {size / max(stats.slots, 1):.1%}" for kind, (name, size) in kinds.items()}
+    parts = [Part(size=size, kind=kind, title=f"{told[kind]}: {size:,}") for kind, (_, size) in kinds.items()]
+    return markup.bar(parts), markup.legend(told.items())

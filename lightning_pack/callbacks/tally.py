@@ -152,6 +152,10 @@ class TrainingTally:
         (now,) = self._globally(self.counts)
         return self._run.plus(now)
 
+    def of_this_rank(self) -> Totals:
+        """What earlier processes counted on all ranks, and this process on this rank. No collective; waits for the device."""
+        return self._run.plus(Totals(counts=tuple(self.counts.tolist())))
+
     def state_dict(self, *, logs_now: Callable[[], bool]) -> dict[str, Any]:
         """Of the position in the data, where the datamodule takes that back to the last optimizer step. Collectives.
 

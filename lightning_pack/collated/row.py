@@ -8,7 +8,7 @@ from typing import Any
 from lightning_pack.row import PackedBatch
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class CollatedRow(PackedBatch):
     """A packed row that remembers the batch that it was made of."""
 
@@ -20,6 +20,10 @@ class CollatedRow(PackedBatch):
     rows: int | None = None
     #: Further entries of the batch: tensors along the tokens ``[1, T, ...]``, those of sources in the order of the row, media.
     extras: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        batch = "a flattened batch" if self.rows is None else f"a batch of {self.rows} rows"
+        return f"CollatedRow(of {batch}: {super().__repr__()})"
 
 
 class CurrentRow:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
+from lightning_pack import markup
 from lightning_pack.planner.table import Table
 from lightning_pack.policy import BYTES_PER_TOKEN
 from lightning_pack.prepare.result import LengthStatistics
@@ -23,16 +23,16 @@ def text(plan: Plan) -> str:
 
 def html(plan: Plan) -> str:
     """The same with HTML tables, and the YAML block."""
-    parts = [
-        *(f"<p>{escape(line)}</p>" for line in _data(plan)),
+    return markup.card(
+        "Plan",
+        *map(markup.line, _data(plan)),
         combinations(plan).html(),
-        f"<p>{escape(_CAPACITIES)}</p>",
+        markup.line(_CAPACITIES),
         capacities(plan).html(),
-        *([] if plan.balance is None else [f"<p>{escape(_balance(plan))}</p>"]),
-        *(f"<p>{escape(line)}</p>" for line in _recommendation(plan)),
-        f"<pre>{escape(plan.yaml())}</pre>",
-    ]
-    return "".join(parts)
+        *([] if plan.balance is None else [markup.line(_balance(plan))]),
+        *map(markup.line, _recommendation(plan)),
+        markup.details("as a configuration", f"<pre>{markup.text(plan.yaml())}</pre>"),
+    )
 
 
 _CAPACITIES = "Capacities at equal token slots in a step, each with its best algorithm and the recommended buffer"

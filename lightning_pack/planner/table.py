@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from lightning_pack import markup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,4 @@ class Table:
 
     def html(self) -> str:
         """A ``<table>``; the marked row is bold."""
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.headings)
-        body = ""
-        for number, row in enumerate(self.rows):
-            style = ' style="font-weight: bold"' if number == self.marked else ""
-            body += f"<tr{style}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return markup.table(self.rows, headings=self.headings, marked=self.marked)
