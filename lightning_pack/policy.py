@@ -41,7 +41,8 @@ _Class = TypeVar("_Class", bound=type)
 
 def _remembers_given(cls: _Class) -> _Class:
     # Only the call itself tells a setting that was chosen from one that has its default.
-    init: Callable[..., None] = cls.__init__
+    made: Any = cls
+    init: Callable[..., None] = made.__init__
     names = [f.name for f in fields(cls)]
 
     @wraps(init)
@@ -49,7 +50,7 @@ def _remembers_given(cls: _Class) -> _Class:
         object.__setattr__(self, "given", frozenset((*names[: len(args)], *settings)))
         init(self, *args, **settings)
 
-    cls.__init__ = remembering
+    made.__init__ = remembering
     return cls
 
 
