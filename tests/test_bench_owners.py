@@ -22,6 +22,8 @@ from lightning_pack.policy import PackingPolicy
 from tests.prepared_files import members
 from tests.tiny_models import make_sources, tiny_config, tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
