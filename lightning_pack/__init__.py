@@ -7,7 +7,15 @@ if TYPE_CHECKING:
     from lightning_pack.attention import isolation_check
     from lightning_pack.binning import lower_bound, register_packer
     from lightning_pack.callbacks import PackedAttention, PackingMonitor, TokenNormalizedGradients
-    from lightning_pack.collated import BatchFields, CollatedBatchError, SourceOutput, pack_loader, packed_row, unpack
+    from lightning_pack.collated import (
+        BatchFields,
+        CollatedBatchError,
+        SourceOutput,
+        in_reading_order,
+        pack_loader,
+        packed_row,
+        unpack,
+    )
     from lightning_pack.context import ContextSlice
     from lightning_pack.datamodule import EnergonPackDataModule
     from lightning_pack.energon.fields import StateError
@@ -54,6 +62,7 @@ _HOMES = {
     "WorkerFailedError": "energon.worker",
     "lower_bound": "binning",
     "isolation_check": "attention",
+    "in_reading_order": "collated",
     "pack_loader": "collated",
     "packed_row": "collated",
     "plan": "planner",
@@ -87,6 +96,7 @@ __all__ = [
     "TokenNormalizer",
     "VerificationError",
     "WorkerFailedError",
+    "in_reading_order",
     "isolation_check",
     "lower_bound",
     "pack_loader",

@@ -26,7 +26,7 @@ from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder, set_retry
 from lightning_pack.location import location
-from lightning_pack.offline.agreement import refuse_other_tokens, replayed
+from lightning_pack.offline.agreement import DEFAULT_CAPACITY, given_settings, refuse_other_tokens, replayed
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.parallel import ParallelLayout
@@ -39,7 +39,7 @@ from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
 from lightning_pack.training_stream import Spread, TrainingStream, settled_by_dry_run
 
 #: What nobody has to give; rows that were written ahead do not contradict it.
-DEFAULT_PACKING = PackingPolicy(capacity=2048)
+DEFAULT_PACKING = PackingPolicy(capacity=DEFAULT_CAPACITY)
 
 
 class EnergonPackDataModule(pl.LightningDataModule):
@@ -51,7 +51,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     A folder that ``lightning-pack prepack`` wrote is recognised, and its rows come as they are, one to a batch, in an order
     that ``seed`` draws. ``packing``, ``tokenizer``, ``encoder`` and ``group_by`` may then be left out; what is given must be
-    what the rows were made with, except ``packing.balance`` and ``packing.window``, which only order them.
+    what the rows were made with, also where its value is the default, except ``packing.balance`` and ``packing.window``, which
+    only order them. (A policy of ``dataclasses.replace``, or of a command line other than ``lightning-pack``, gives every
+    setting; of such a one those count that do not have their default.)
 
     Args:
         path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an
@@ -144,7 +146,10 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
-        self._given_packing = None if packing == DEFAULT_PACKING else packing
+        self._packing = packing
+        #: Settings of ``packing`` that were chosen, which rows written ahead have to agree with, defaults included. A command
+        #: line sets it, since a parser gives all settings.
+        self.given_packing = frozenset[str]() if packing is DEFAULT_PACKING else given_settings(packing)
         self._asked = replace(packing, multiple=lcm(packing.multiple, parallel.multiple))
         self.parallel = parallel
         self.num_workers = num_workers
@@ -260,7 +265,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         policy = replayed(
             path,
             manifest,
-            packing=self._given_packing,
+            packing=self._packing,
+            given=self.given_packing,
             multiple=self.parallel.multiple,
             encoder=self._encoder,
             tokenizer=self.tokenizer if self._given_tokenizer else None,

@@ -17,7 +17,9 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.checkpoints.file import read_checkpoint
 from lightning_pack.datamodule import EnergonPackDataModule
+from lightning_pack.location import location
 from lightning_pack.module import PackedCausalLM
+from lightning_pack.offline.manifest import Manifest
 
 #: Beginnings of Lightning's messages that tell a user of this command nothing.
 _CHATTER = ("GPU available: False", "TPU available: False", "HPU available: False", "💡 Tip:", "`weights_only` was not set")
@@ -28,6 +30,18 @@ _WARNINGS = (
     r"The '\w+_dataloader' does not have many workers",
     r"Checkpoint directory .* exists and is not empty",
 )
+
+
+def _given_packing(parser: LightningArgumentParser, args: list[str]) -> frozenset[str]:
+    """Names of the packing rules that arguments and configuration files set."""
+    found = []
+    for capacity in ("1", "2"):
+        # Without defaults a capacity is required; this one comes first, so that one that is given takes its place.
+        first = [args[0], "--data.packing.capacity", capacity, *args[1:]]
+        config = parser.parse_args(first, defaults=False)
+        found.append(config[config.subcommand].data.packing)
+    names = set(found[0].keys())
+    return frozenset(names if found[0].capacity == found[1].capacity else names - {"capacity"})
 
 
 class _Parser(LightningArgumentParser):
@@ -50,6 +64,21 @@ class PackCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse a list of arguments that came from the command line itself."""
         self.config = parser.parse_args(args)
+        self._given = _given_packing(parser, args)
+        data = self.config[self.config.subcommand].data
+        manifest = Manifest.read(location(data.path))
+        if manifest is None:
+            return
+        # The configuration that is saved must not contradict rows that are decided with what nobody said.
+        for name in set(data.packing.keys()) - self._given:
+            del data.packing[name]
+        if "capacity" not in self._given:
+            data.packing.capacity = manifest.packing["capacity"]
+
+    def instantiate_classes(self) -> None:
+        """Also tell the datamodule which packing rules are the user's."""
+        super().instantiate_classes()
+        self.datamodule.given_packing = self._given
 
     def _parse_ckpt_path(self) -> None:
         # Lightning puts the checkpoint's settings of the model over those given; a given one must not be lost silently.
@@ -103,6 +132,7 @@ class _ConfigReader(PackCLI):
         parser = LightningArgumentParser()
         parser.add_lightning_class_args(EnergonPackDataModule, "data")
         self.datamodule: EnergonPackDataModule = parser.instantiate_classes(Namespace(data=config.data)).data
+        self.datamodule.given_packing = self._given
 
     def _run_subcommand(self, subcommand: str) -> None: ...
 

@@ -7,9 +7,10 @@ nothing over-long, empty or without a target ever reaches the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from functools import wraps
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,25 @@ BYTES_PER_TOKEN = 16
 DEFAULT_AGE_LIMIT = 4.0
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _remembers_given(cls: _Class) -> _Class:
+    # Only the call itself tells a setting that was chosen from one that has its default.
+    made: Any = cls
+    init: Callable[..., None] = made.__init__
+    names = [f.name for f in fields(cls)]
+
+    @wraps(init)
+    def remembering(self: Any, *args: Any, **settings: Any) -> None:
+        object.__setattr__(self, "given", frozenset((*names[: len(args)], *settings)))
+        init(self, *args, **settings)
+
+    made.__init__ = remembering
+    return cls
+
+
+@_remembers_given
 @dataclass(frozen=True)
 class PackingPolicy:
     """How sources become packs.
@@ -105,6 +125,8 @@ class PackingPolicy:
     buffer_media_tokens: int | None = None
     buffer_media_bytes: int | None = None
     seed: int = 0
+    #: Names of the settings that were given when it was made, also where a value is the default. No part of what is compared.
+    given: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.width is None:

@@ -17,11 +17,24 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import DataCollatorWithFlattening
 
-from lightning_pack import BatchFields, CollatedBatchError, PackedAttention, PackedBatch, PackingPolicy, pack_loader
+from lightning_pack import (
+    BatchFields,
+    CollatedBatchError,
+    PackedAttention,
+    PackedBatch,
+    PackingPolicy,
+    SourceOutput,
+    in_reading_order,
+    pack_loader,
+    unpack,
+)
+from lightning_pack.collated import pack_collated
+from lightning_pack.collated.fields import KEY_NAMES
 from lightning_pack.loader_progress import LoaderProgress
 from lightning_pack.resume import ResumeError
 from lightning_pack.source import IGNORE, EncodedSource
@@ -140,6 +153,18 @@ def test_batches_come_in_every_form() -> None:
     labels[:, :-1] = shifted.pop("labels")[:, 1:]
     (a,), (b,) = (list(pack_loader([x], PackingPolicy(200))) for x in (collate(sources), shifted | {"shift_labels": labels}))
     assert torch.equal(a.shift_labels, b.shift_labels)
+
+
+@pytest.mark.parametrize("name", KEY_NAMES)
+def test_the_names_of_keys_are_the_same_everywhere(name: str) -> None:
+    sources = Samples([5, 4]).sources
+    samples = [{"input_ids": s.input_ids, "labels": s.labels, name: key} for s, key in zip(sources, "ab", strict=True)]
+    for batch in (pad(sources) | {name: ["a", "b"]}, samples):
+        (row,) = pack_loader([batch], POLICY)
+        assert sorted(row.source_keys) == ["a", "b"]
+    in_place = pack_collated(pad(sources) | {name: ["a", "b"]}, policy=PackingPolicy(24))
+    assert in_place is not None
+    assert sorted(in_place.source_keys) == ["a", "b"]
 
 
 ONES = torch.ones(2, 4, dtype=torch.int64)
@@ -412,6 +437,66 @@ def test_evaluation_reads_each_pass_anew() -> None:
         keys.clear()
         trainer.validate(Validating(), rows, verbose=False)
         assert sorted(keys, key=int) == [str(i) for i in range(len(LENGTHS))]
+
+
+class Predicting(HuggingFaceModule):
+    def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[Any]:
+        return unpack(batch.input_ids, batch)
+
+
+def test_predictions_are_put_in_the_order_of_the_data() -> None:
+    samples = Samples([n for n in LENGTHS if n > 1])
+    bare = DataLoader(samples, batch_size=4, collate_fn=lambda each: pad(each, "left"))  # type: ignore[arg-type]
+    for loader in (DataLoader(samples, batch_size=4, collate_fn=collate), bare):
+        results: Any = quiet_trainer(callbacks=[PackedAttention()]).predict(Predicting(), pack_loader(loader, POLICY))
+        came = [result.key for row in results for result in row]
+        ordered = in_reading_order(results)
+        assert came != [result.key for result in ordered]
+        assert [result.values.tolist() for result in ordered] == [source.input_ids.tolist() for source in samples.sources]
+        assert [result.key for result in in_reading_order(results, keys=came)] == came
+    with pytest.raises(ValueError, match=r"1 sources are not among the \d+ keys, such as 'batch 0, row 0'"):
+        in_reading_order(results, keys=[key for key in came if key != "batch 0, row 0"])
+    with pytest.raises(ValueError, match=r"source 'a' has a key of its own, .*pass the keys in the order that is wanted"):
+        in_reading_order([[SourceOutput("a", torch.ones(1))]])
+    with pytest.raises(ValueError, match=f"source '{came[0]}' comes twice"):
+        in_reading_order([*results, results[0]])
+
+
+def test_several_loaders_are_refused_with_what_to_do() -> None:
+    one, two = (DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate) for _ in range(2))
+    for several, kind in (
+        ([one, two], "list"),
+        ({"a": one, "b": two}, "dict"),
+        (CombinedLoader([one, two], "max_size"), "CombinedLoader"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"takes one loader, and got a {kind} of 2: .*ConcatDataset.*give the Trainer a list"
+        ):
+            pack_loader(several, POLICY)  # type: ignore[arg-type]
+    # That is what evaluation over several takes.
+    seen: list[int] = []
+
+    class Validating(Tiny):
+        def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int) -> None:
+            seen.append(dataloader_idx)
+
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)])
+    trainer.validate(Validating(), [pack_loader(each, POLICY) for each in (one, two)], verbose=False)
+    assert set(seen) == {0, 1}
+
+
+def test_a_policy_beside_pack_loader_is_the_same_or_refused() -> None:
+    loader = DataLoader(Samples(LENGTHS), batch_size=4, collate_fn=collate)
+    for policy in (POLICY, PackingPolicy(24, algorithm="best_fit_decreasing", multiple=2)):
+        options: dict[str, Any] = {"callbacks": [PackedAttention(policy=policy, monitor=False)], "max_steps": 2}
+        run = lambda options=options: quiet_trainer(**options).fit(Tiny(), pack_loader(loader, POLICY))  # noqa: E731
+        if policy == POLICY:
+            run()
+            continue
+        with pytest.raises(
+            ValueError, match=r"the train data is packed by pack_loader.*not used then: multiple=2 and 1\. Leave the policy"
+        ):
+            run()
 
 
 def test_a_loader_without_a_state_says_so_and_is_not_resumed(tmp_path: Path) -> None:

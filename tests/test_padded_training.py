@@ -202,6 +202,63 @@ def test_flattened_batches_are_trained_as_packed_rows() -> None:
     assert farthest(module.model, expected) < 1e-10
 
 
+def flattened(*sources: EncodedSource) -> Any:
+    features = [{"input_ids": s.input_ids.tolist(), "labels": s.labels.tolist()} for s in sources]
+    return DataCollatorWithFlattening()(features, return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (PackingPolicy(16), r"it has 22 tokens, more than capacity=16\. Rows that come packed are not packed again: leave"),
+        (PackingPolicy(24, multiple=4), r"a source of 7 tokens, no multiple of multiple=4"),
+        (PackingPolicy(24, max_sources=2), r"3 sources, more than max_sources=2"),
+        (PackingPolicy(24, width="fixed"), r"22 tokens, not width='fixed' \(24\)"),
+    ],
+)
+def test_flattened_batches_keep_to_the_policy_or_are_refused(policy: PackingPolicy, message: str) -> None:
+    loader = Batches(lambda: flattened(*parts([0])[0]))
+    module = HuggingFaceModule()
+    quiet_trainer(callbacks=[PackedAttention(policy=PackingPolicy(22))], max_epochs=1).fit(module, loader)
+    assert module.shapes == [[1, 22]]
+    with pytest.raises(CollatedBatchError, match=message):
+        quiet_trainer(callbacks=[PackedAttention(policy=policy)], max_epochs=1).fit(HuggingFaceModule(), loader)
+
+
+class Looks(HuggingFaceModule):
+    """Its evaluation needs no targets."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.shapes.append([len(result.values) for result in unpack(self.model(**batch), batch)])
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("form", ["padded", "flattened"])
+def test_evaluation_without_labels_is_refused_unless_it_needs_none(stage: str, form: str) -> None:
+    sources = parts([0])[0]
+
+    def make() -> Any:
+        batch = pad(sources) if form == "padded" else flattened(*sources)
+        del batch["labels"]
+        return batch
+
+    def evaluate(module: HuggingFaceModule, **options: Any) -> None:
+        callback = PackedAttention(policy=PackingPolicy(22), **options)
+        getattr(quiet_trainer(callbacks=[callback]), stage)(module, Batches(make), verbose=False)
+
+    name = {"validate": "validation", "test": "test"}[stage]
+    with pytest.raises(
+        CollatedBatchError,
+        match=rf"batch 0 has neither labels nor shift_labels.*{name}_step needs no targets, say .*evaluate_unlabelled=True",
+    ):
+        evaluate(HuggingFaceModule())
+    module = Looks()
+    evaluate(module, evaluate_unlabelled=True)
+    assert module.shapes == [[7, 3, 12]]
+
+
 def test_monitor_and_normalization_see_the_row_wherever_they_were_put() -> None:
     seen: list[bool] = []
 

@@ -246,6 +246,15 @@ def test_settings_that_do_not_fit_are_refused(few: Path, tmp_path: Path, options
     assert not (tmp_path / "rows").exists()
 
 
+def test_data_of_which_nothing_can_be_trained_on_leaves_nothing_behind(few: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows"
+    options: dict[str, Any] = {"encoder": NumberEncoder(), "workers": 0}
+    with pytest.raises(ValueError, match=r"no source of the split 'train' of .* can be trained on; left out are .*overlength"):
+        prepack(few, out, capacity=1, **options)
+    assert list(tmp_path.iterdir()) == []
+    assert prepack(few, out, capacity=64, **options).fresh
+
+
 def test_rows_of_fixed_shape(tmp_path: Path) -> None:
     data = write_webdataset(tmp_path / "data", {"train": records_of(lengths(90, most=30))})
     made = prepack(

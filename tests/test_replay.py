@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pack import EnergonPackDataModule, PackedBatch, PackingMonitor, PackingPolicy, ParallelLayout, ResumeError
+from lightning_pack.datamodule import DEFAULT_PACKING
 from lightning_pack.encoders import load_tokenizer
 from lightning_pack.energon import ExactLoader, StreamOptions, Workers
 from lightning_pack.energon.position import DamagedDataError
+from lightning_pack.lightning_cli import _cli, _ConfigReader, read_config
 from lightning_pack.offline import Manifest, ManifestError, prepack
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.offline.row_file import DamagedRowError, Row, samples_of
@@ -333,6 +338,60 @@ def test_what_differs_from_the_manifest_is_refused_by_name(rows: Path) -> None:
     # What agrees may be said, and what says nothing may be left out.
     agreeing = module(rows, packing=PackingPolicy(64, multiple=4), encoder=NumberEncoder(), parallel=ParallelLayout(context=2))
     assert agreeing.packing.capacity == 64
+
+
+def test_a_policy_that_equals_the_default_is_compared_too(rows: Path) -> None:
+    default = PackingPolicy(capacity=2048)
+    assert default == DEFAULT_PACKING
+    for packing, lines in (
+        (default, ["packing.capacity: 64 in the rows, 2048 now"]),
+        (PackingPolicy(64, multiple=1), ["packing.multiple: 4 in the rows, 1 now"]),
+        (PackingPolicy(64, buffer_size=256), ["packing.buffer_size: not used with rows that are decided, 256 now"]),
+        # A policy that was changed says nothing of what has its default.
+        (replace(PackingPolicy(64), capacity=128), ["packing.capacity: 64 in the rows, 128 now"]),
+    ):
+        with pytest.raises(ManifestError) as error:
+            module(rows, packing=packing)
+        assert [line.strip().partition(" (")[0] for line in str(error.value).splitlines()[1:-1]] == lines
+    assert module(rows).packing.capacity == 64
+    assert module(rows, packing=PackingPolicy(64, algorithm="auto", overlength="drop", seed=0)).packing.capacity == 64
+    assert module(rows, packing=replace(PackingPolicy(64), multiple=4)).packing.multiple == 4
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_the_command_line_compares_what_was_said(rows: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+
+    def given(said: dict[str, Any], *options: str) -> EnergonPackDataModule:
+        data = {"path": str(rows), "num_workers": 0, "packing": said}
+        file.write_text(yaml.safe_dump({"model": {"model": {"model_type": "llama"}}, "data": data}))
+        return read_config(str(file), options)[0]
+
+    for said, options, line in (
+        ({"multiple": 4}, ["--data.packing.capacity=2048"], "packing.capacity: 64 in the rows, 2048 now"),
+        ({"multiple": 1}, [], "packing.multiple: 4 in the rows, 1 now"),
+        (asdict(DEFAULT_PACKING), [], "packing.capacity: 64 in the rows, 2048 now"),
+    ):
+        with pytest.raises(ManifestError, match=re.escape(line)):
+            given(said, *options).setup("fit")
+    agreeing = given({"multiple": 4}, "--data.packing.balance=quadratic")
+    agreeing.setup("fit")
+    assert (agreeing.packing.capacity, agreeing.packing.balance) == (64, "quadratic")
+    agreeing.teardown("fit")
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize("options", [[], ["--data.packing.multiple=4"]])
+def test_a_saved_configuration_of_rows_says_what_was_said(rows: Path, tmp_path: Path, options: list[str]) -> None:
+    args = ["fit", "--model.model", '{"model_type": "llama"}', "--data.path", str(rows), *options]
+    told = _cli(_ConfigReader, args)
+    saved = tmp_path / "saved.yaml"
+    told._parser("fit").save(told.config["fit"], saved, skip_none=False, multifile=False)
+    assert yaml.safe_load(saved.read_text())["data"]["packing"] == {"capacity": 64} | ({"multiple": 4} if options else {})
+    data, _ = read_config(str(saved))
+    data.setup("fit")
+    assert (data.packing.capacity, data.packing.multiple) == (64, 4)
+    data.teardown("fit")
 
 
 def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:

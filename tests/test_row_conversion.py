@@ -323,6 +323,25 @@ def test_packed_chats(tmp_path: Path) -> None:
         convert(file, tmp_path / "no", capacity=64, tokenizer=tokenizer)
 
 
+def test_a_chat_that_cannot_be_understood_is_an_error_or_is_counted(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["why so it is be brief"] * 5, vocab_size=300)
+    file = tmp_path / "chats.jsonl"
+    bad = [SYSTEM, {"role": "user", "content": 5}, TURN[1]]
+    rows = [[*TURN, *bad, SYSTEM, *TURN], TURN]
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows) + "\n")
+    with pytest.raises(GivenRowError, match=r"chats\.jsonl\[1\]#1 is no conversation .*: .+\. Mend it, or .*on-bad-row skip"):
+        convert(file, tmp_path / "rows", capacity=200, tokenizer=tokenizer)
+    assert not (tmp_path / "rows").exists()
+    made = convert(file, tmp_path / "rows", capacity=200, tokenizer=tokenizer, on_bad_row="skip")
+    gone = made.manifest.splits["train"].left_out
+    assert {reason: (each.sources, list(each.examples)) for reason, each in gone.items()} == {
+        "corrupt": (1, ["chats.jsonl[1]#1"])
+    }
+    first, second = replay(tmp_path / "rows")
+    assert first.source_keys == ["chats.jsonl[1]#0", "chats.jsonl[1]#2"]
+    assert second.source_keys == ["chats.jsonl[2]#0"]
+
+
 def test_collated_boundaries_are_read() -> None:
     cases = vectors("offline")["collate"]
     assert any(-1 in each for case in cases for each in case["packed_cu_seqlens"])

@@ -6,9 +6,8 @@ import contextlib
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +19,14 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from lightning_pack.bench.loading import rows_of
-from lightning_pack.bench.padding import grouped_by_length, padded_batch, sources_of
+from lightning_pack.bench.padding import grouped_by_length, padded_batch
+from lightning_pack.bench.sample import PlainSample
 from lightning_pack.callbacks import PackedAttention, PackingMonitor
 from lightning_pack.collated import pack_loader, packed_row
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.offline import Manifest, prepack
 from lightning_pack.policy import PackingPolicy
+from lightning_pack.policy_checks import refuse_media
 from lightning_pack.source import EncodedSource
 
 #: Batches that :func:`~lightning_pack.collated.pack_loader` chooses from.
@@ -102,8 +102,8 @@ class OwnerRuns:
 
     Args:
         model: that all of them train on.
-        data: the sources, and the policy; its first rows are trained on.
-        rows: how many.
+        data: the sources, and the policy; its first sources are trained on, in whatever rows each way makes of them.
+        rows: how many rows they fill.
         folder: for the rows that are written ahead.
 
     Raises:
@@ -117,11 +117,14 @@ class OwnerRuns:
             raise ValueError(f"packs_per_batch={data.packs_per_batch}: rows written ahead come one by one; set it to 1")
         if data._group_by is not None:
             raise ValueError(f"group_by={data._group_by!r}: a batch does not tell of groups; leave it out")
-        self._module, self._data, self._rows = _Module(model), data, rows
+        self._module, self._data = _Module(model), data
+        #: Each further one would end the short pass with a row of its own that is not full.
+        self.workers = min(data.num_workers, 1)
         model.config.use_cache = False
-        first = list(islice(rows_of(data), rows))
-        #: Over-long ones are cut or gone already.
-        self.sources = [source for row in first for source in sources_of(row)]
+        data.setup("validate")
+        refuse_media(data.encoder, "rows that are written ahead")
+        sample = PlainSample.read(data.options, tokens=rows * data.packing.capacity)
+        self.sources = sample.sources
         self.tokens = sum(map(len, self.sources))
         #: Sources of a padded batch: as many as a row holds on average.
         self.batch_size = -(-len(self.sources) // rows)
@@ -134,17 +137,18 @@ class OwnerRuns:
             max_sources=policy.max_sources,
             fixed_boundaries=policy.fixed_boundaries,
         )
+        folder.mkdir()
+        self._records = _written(folder / "records.jsonl", sample.records)
         self._written = self._write(folder)
 
     def _write(self, folder: Path) -> Path:
-        folder.mkdir()
-        file = folder / "sources.jsonl"
-        with file.open("x") as out:
-            for source in self.sources:
-                record = {"key": source.key, "ids": source.input_ids.tolist(), "labels": source.labels.tolist()}
-                out.write(json.dumps(record) + "\n")
-        with contextlib.redirect_stdout(io.StringIO()):
-            CrudeJsonlDatasetFactory.prepare_dataset(str(file))
+        file = _written(
+            folder / "sources.jsonl",
+            (
+                {"key": source.key, "ids": source.input_ids.tolist(), "labels": source.labels.tolist()}
+                for source in self.sources
+            ),
+        )
         settings = ("capacity", "algorithm", "multiple", "width", "max_sources", "fixed_boundaries")
         options: dict[str, Any] = {name: getattr(self._policy, name) for name in settings}
         return prepack(file, folder / "rows", encoder=_Tokens(), workers=0, shards=2, **options).path
@@ -159,10 +163,23 @@ class OwnerRuns:
         yield OwnerRun("padded", partial(self._padded, grouped=False))
 
     def _online(self, turn: int) -> Meter:
-        return self._fit(PackedAttention(), datamodule=self._data, max_steps=self._rows)
+        data = self._data
+        rows = EnergonPackDataModule(
+            self._records,
+            encoder=data.encoder,
+            packing=data.packing,
+            parallel=data.parallel,
+            num_workers=self.workers,
+            shuffle_buffer_size=data.shuffle_buffer_size,
+            max_samples_per_sequence=data.max_samples_per_sequence,
+            on_damaged=data.on_damaged,
+            seed=turn,
+            epochs=1,
+        )
+        return self._fit(PackedAttention(), datamodule=rows)
 
     def _offline(self, turn: int) -> Meter:
-        rows = EnergonPackDataModule(self._written, num_workers=self._data.num_workers, seed=turn, epochs=1)
+        rows = EnergonPackDataModule(self._written, num_workers=self.workers, seed=turn, epochs=1)
         return self._fit(PackedAttention(), datamodule=rows)
 
     def _over_batches(self, turn: int) -> Meter:
@@ -185,14 +202,13 @@ class OwnerRuns:
         collate = partial(padded_batch, pad_id=self._data.encoder.pad_id)
         return DataLoader(self.sources, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
 
-    def _fit(self, *callbacks: Callback, max_steps: int = -1, **given: Any) -> Meter:
+    def _fit(self, *callbacks: Callback, **given: Any) -> Meter:
         meter = Meter()
         monitor = [PackingMonitor(summary=False)] if callbacks else []
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
             max_epochs=1,
-            max_steps=max_steps,
             callbacks=[*callbacks, *monitor, meter],
             logger=False,
             limit_val_batches=0,
@@ -202,6 +218,19 @@ class OwnerRuns:
         )
         trainer.fit(self._module, **given)
         return meter
+
+
+def _written(file: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """A file of records that Energon reads."""
+    with file.open("x") as out:
+        for record in records:
+            try:
+                out.write(json.dumps(record) + "\n")
+            except TypeError as e:
+                raise ValueError(f"a record of the data is no JSON ({e}): give data of texts or chats") from e
+    with contextlib.redirect_stdout(io.StringIO()):
+        CrudeJsonlDatasetFactory.prepare_dataset(str(file))
+    return file
 
 
 def checked(run: OwnerRun, meter: Meter, *, tokens: int) -> Meter:

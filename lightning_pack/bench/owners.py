@@ -2,8 +2,9 @@
 
 One model, one module and the same sources everywhere, under the Trainer, loading included: packed while Energon data is read
 (tokenization included), packed ahead and replayed, packed in the trainer over several padded batches and in each of them;
-padded batches of shuffled sources, and of sources grouped by length, through transformers' own attention. A step has as many
-real tokens on average everywhere: a padded batch holds as many sources as a row. Every run must train on every token once.
+padded batches of shuffled sources, and of sources grouped by length, through transformers' own attention. The sources are the
+first of the data, as long as they come there. A step has about as many real tokens on average everywhere: a padded batch holds
+as many sources as a row. Every run must train on every token once.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main(args: Sequence[str]) -> None:
         description="Real tokens per second of training: packed while reading, ahead or in the trainer, and in padded batches.",
     )
     parser.add_argument("-c", "--config", type=Path, help="a configuration of fit (default: a tiny model, generated texts)")
-    parser.add_argument("--rows", type=int, default=12, help="packed rows whose sources are trained on (default: 12)")
+    parser.add_argument("--rows", type=int, default=12, help="rows that the sources fill (default: 12)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each way, whose median counts (default: 3)")
     parser.add_argument(
         "--seconds", type=int, default=150, help="begin no further turn that would end after so many (default: 150)"
@@ -123,7 +124,7 @@ def _printed(options: argparse.Namespace) -> list[OwnerSpeed]:
         runs = OwnerRuns(module.model, data, rows=options.rows, folder=folder / "written")
         print(
             f"{options.config or 'generated texts'}: {options.rows} rows of {data.packing.capacity:,} tokens, "
-            f"{len(runs.sources):,} sources, padded batches of {runs.batch_size}; {data.num_workers} workers, "
+            f"{len(runs.sources):,} sources, padded batches of {runs.batch_size}; loader workers: {runs.workers}, "
             f"{torch.get_num_threads()} threads, torch {torch.__version__}",
             flush=True,
         )

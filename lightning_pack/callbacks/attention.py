@@ -11,10 +11,12 @@ from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.callbacks.companions import bring_along
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.packed_models import PackedModels
+from lightning_pack.callbacks.policies import refuse_other_policy
 from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.packer import BatchPacker, Stage
 from lightning_pack.collated.row import CollatedRow
 from lightning_pack.policy import PackingPolicy
+from lightning_pack.row import PackedBatch
 from lightning_pack.trainer_checks import refuse_other_namespace, refuse_pipeline, require_packed
 
 
@@ -30,7 +32,8 @@ class PackedAttention(Callback):
     place on their device in ``on_*_batch_start``, in all four stages: their entries become the arguments with which a
     transformers model takes the row, ``attention_mask`` becomes None, and ``self.model(**batch).loss`` and ``.logits`` keep
     working. :func:`~lightning_pack.collated.pack_collated` says what is understood and what refused. Each batch costs one wait
-    for the device. Flattened batches (``DataCollatorWithFlattening``) need no policy.
+    for the device. Flattened batches (``DataCollatorWithFlattening``) need no policy; with one they have to keep to it, and so
+    does the policy of :func:`~lightning_pack.collated.pack_loader`.
     :func:`~lightning_pack.collated.packed_row` gives the row of such a batch, :func:`~lightning_pack.collated.unpack` its
     results by source. A stage has batches that come packed, or batches that do not, but not both.
 
@@ -56,6 +59,9 @@ class PackedAttention(Callback):
             the target tokens of its batch.
         probe_memory: before the first step of a fit, run a step on each of the heaviest rows that the datamodule's packing
             rules allow, and leave everything as it was (see :class:`~lightning_pack.callbacks.memory_probe.MemoryProbe`).
+        evaluate_unlabelled: take padded and flattened batches without labels in validation and test too, for steps that look at
+            outputs alone. Otherwise they are refused by name, since a loss without labels is None, and one over targets that a
+            step makes itself would cross the boundaries of sources. ``predict`` never needs labels, training always does.
 
     Raises:
         MemoryProbeError: if such a row does not fit in memory, with what to lower.
@@ -78,10 +84,13 @@ class PackedAttention(Callback):
         monitor: bool = True,
         token_normalization: bool = True,
         probe_memory: bool = False,
+        evaluate_unlabelled: bool = False,
     ) -> None:
         check_backend_name(backend)
         self.policy = policy
-        self._packer = BatchPacker(policy, roles=fields or BatchFields())
+        self._packer = BatchPacker(policy, roles=fields or BatchFields(), evaluate_unlabelled=evaluate_unlabelled)
+        #: Stages whose loaders were asked for their policies.
+        self._asked = set[str]()
         self.backend: BackendName = backend
         self.monitor = monitor
         self.token_normalization = token_normalization
@@ -107,6 +116,7 @@ class PackedAttention(Callback):
                 "(packing), so this policy is not used: leave it out"
             )
         self._packer.begin()
+        self._asked.clear()
         self._told_left_out = False
         self._models.begin(trainer, probe_memory=self.probe_memory)
         bring_along(
@@ -157,6 +167,9 @@ class PackedAttention(Callback):
     # --- the batches ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stage: Stage, name: str) -> None:
+        if self.policy is not None and isinstance(batch, PackedBatch) and stage not in self._asked:
+            self._asked.add(stage)
+            refuse_other_policy(self.policy, trainer=trainer, stage=stage)
         model = self._models.only
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)

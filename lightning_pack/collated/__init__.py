@@ -2,7 +2,7 @@
 
 from lightning_pack.collated.fields import BatchFields, CollatedBatchError
 from lightning_pack.collated.loader import PackLoader
-from lightning_pack.collated.output import SourceOutput, unpack
+from lightning_pack.collated.output import SourceOutput, in_reading_order, unpack
 from lightning_pack.collated.rectangle import pack_collated
 from lightning_pack.collated.row import CollatedRow, packed_row
 from lightning_pack.collated.wrapping import pack_loader
@@ -13,6 +13,7 @@ __all__ = [
     "CollatedRow",
     "PackLoader",
     "SourceOutput",
+    "in_reading_order",
     "pack_collated",
     "pack_loader",
     "packed_row",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 #: Names under which batches keep the keys of their samples.
-_KEYS = ("__key__", "keys", "key", "ids", "id", "sample_ids", "sample_id")
+KEY_NAMES = ("__key__", "__keys__", "keys", "key", "ids", "id", "sample_ids", "sample_id")
 #: What transformers calls images, videos and sounds: not one entry per source, but all of them in the order of the sources.
 _MEDIA = frozenset(
     (
@@ -184,7 +184,7 @@ def _sort(contents: Contents, name: str, value: Any, *, roles: BatchFields) -> N
 
 
 def _keys(named: Mapping[str, Any], *, rows: int | None, name: str | None) -> list[Any] | Tensor | None:
-    for candidate in _KEYS if name is None else (name,):
+    for candidate in KEY_NAMES if name is None else (name,):
         value = named.get(candidate)
         if isinstance(value, Tensor):
             whole = value.dim() == 1 and not value.is_floating_point() and value.dtype != torch.bool

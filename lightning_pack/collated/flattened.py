@@ -16,6 +16,7 @@ from lightning_pack.collated.fields import CollatedBatchError, Contents
 from lightning_pack.collated.gathering import gather_row
 from lightning_pack.collated.row import CollatedRow
 from lightning_pack.layout import RowLayout
+from lightning_pack.policy import PackingPolicy
 from lightning_pack.source import EncodedSource, Pack
 
 
@@ -29,13 +30,20 @@ def is_flattened(named: Mapping[str, Any]) -> bool:
     return any(named.get(name) is not None for name in ("position_ids", "cu_seq_lens_q", "seq_idx"))
 
 
-def pack_flattened(contents: Contents, *, pad_id: int, name: str) -> CollatedRow:
+def pack_flattened(contents: Contents, *, policy: PackingPolicy | None, pad_id: int, name: str) -> CollatedRow:
     """The row with its boundaries: by ``cu_seq_lens_q``, else by the restarts of ``position_ids``, else by ``seq_idx``.
 
     Waits for the device once. Labels of first tokens, which would be targets of the source before, become no targets.
 
+    Args:
+        contents: of the batch.
+        policy: that the row has to keep to; None takes it as it is.
+        pad_id: token id in gaps.
+        name: of the batch.
+
     Raises:
-        CollatedBatchError: for boundaries that do not describe the row or contradict each other.
+        CollatedBatchError: for boundaries that do not describe the row or contradict each other, and for a row that is not what
+            the policy asks for.
     """
     width = contents.input_ids.shape[1]
     read = contents.read
@@ -44,6 +52,8 @@ def pack_flattened(contents: Contents, *, pad_id: int, name: str) -> CollatedRow
             raise CollatedBatchError(f"{entry} of {name} has shape {list(value.shape)} in a row of {width} tokens")
     offsets = offsets_of(read, width=width, name=name)
     lengths = [stop - start for start, stop in pairwise(offsets)]
+    if policy is not None:
+        _refuse_other_row(lengths, policy=policy, name=name)
     places = torch.arange(width).split(lengths)
     if isinstance(contents.keys, Tensor) or contents.keys is None or len(contents.keys) != len(lengths):
         keys = [f"{name}, source {number}" for number in range(len(lengths))]
@@ -58,6 +68,23 @@ def pack_flattened(contents: Contents, *, pad_id: int, name: str) -> CollatedRow
     if "seq_idx" in read:
         row.extras["seq_idx"] = read["seq_idx"]
     return row
+
+
+def _refuse_other_row(lengths: list[int], *, policy: PackingPolicy, name: str) -> None:
+    width, most = sum(lengths), policy.max_sources
+    crooked = next((length for length in lengths if length % policy.multiple), None)
+    broken = {
+        f"{width} tokens, more than capacity={policy.capacity}": width > policy.capacity,
+        f"a source of {crooked} tokens, no multiple of multiple={policy.multiple}": crooked is not None,
+        f"{len(lengths)} sources, more than max_sources={most}": most is not None and len(lengths) > most,
+        f"{width} tokens, not width={policy.width!r} ({policy.row_width})": policy.row_width not in (None, width),
+        "as many boundaries as sources need, which fixed_boundaries=True does not allow": policy.fixed_boundaries,
+    }
+    if wrong := [what for what, is_so in broken.items() if is_so]:
+        raise CollatedBatchError(
+            f"{name} is a row that its collator packed, and it has {'; '.join(wrong)}. Rows that come packed are not packed "
+            "again: leave the policy out of PackedAttention, or let the collator pad (DataCollatorForSeq2Seq and the like)"
+        )
 
 
 def offsets_of(read: dict[str, Any], *, width: int, name: str) -> list[int]:

@@ -23,12 +23,14 @@ class BatchPacker:
     Args:
         policy: None packs flattened batches only.
         roles: what the entries of batches are.
+        evaluate_unlabelled: whether batches for validation and test may have no labels; for predict they always may.
 
     Raises:
         ValueError: naming each setting of the policy that is not used here.
     """
 
-    def __init__(self, policy: PackingPolicy | None, *, roles: BatchFields) -> None:
+    def __init__(self, policy: PackingPolicy | None, *, roles: BatchFields, evaluate_unlabelled: bool = False) -> None:
+        self._evaluate_unlabelled = evaluate_unlabelled
         self._policy = None if policy is None else usable_policy(policy)
         self._roles = roles
         self._current = CurrentRow()
@@ -57,6 +59,12 @@ class BatchPacker:
                 not, or the other way round.
         """
         if isinstance(batch, PackedBatch):
+            if self._policy is not None and batch.max_seqlen > self._policy.capacity:
+                raise CollatedBatchError(
+                    f"{name} comes packed and has a source of {batch.max_seqlen} tokens, more than "
+                    f"capacity={self._policy.capacity} of PackedAttention's policy, which packs padded batches and is not used "
+                    "here: leave the policy out"
+                )
             self._refuse_mixture(stage, "PackedBatch", name)
             return batch
         if self._policy is None and isinstance(batch, tuple):
@@ -68,10 +76,16 @@ class BatchPacker:
         if row is None:
             return None
         self._refuse_mixture(stage, "flattened" if row.rows is None else "padded", name)
-        if stage == "train" and not row.labelled:
+        if needs_targets and not row.labelled and (stage == "train" or not self._evaluate_unlabelled):
             raise CollatedBatchError(
-                f"{name} has neither labels nor shift_labels: targets that a step makes of a packed row by itself would cross "
-                "the boundaries of sources, so let the collator return labels (-100 where a token is no target)"
+                f"{name} has neither labels nor shift_labels: targets that a step makes of a packed row by "
+                "itself would cross the boundaries of sources, so let the collator return labels (-100 where a token is no "
+                "target)"
+                + (
+                    ""
+                    if stage == "train"
+                    else f". If {stage}_step needs no targets, say PackedAttention(evaluate_unlabelled=True)"
+                )
             )
         hand_back(batch, row, roles=self._roles, model=model)
         self._current.hold(batch, row)

@@ -34,7 +34,8 @@ def pack_collated(
     A padded batch is a dict, ``BatchEncoding`` or mutable dataclass with ``input_ids`` ``[B, S]`` and ``attention_mask`` or
     ``lengths``, padded left, right or on both sides. ``labels`` are those of transformers, not shifted, ``shift_labels``
     shifted; where both are there the second count, as in transformers. The first token of a source is nobody's target. A
-    flattened batch (``DataCollatorWithFlattening``) has one row and its boundaries, and stays in its order.
+    flattened batch (``DataCollatorWithFlattening``) has one row and its boundaries, and stays in its order; a row that breaks
+    ``capacity``, ``multiple`` or another limit of the policy is refused.
 
     Waits for the device once, to learn the lengths; see :func:`~lightning_pack.collated.extent.extents`. Where ``lengths`` are
     on the CPU and labels are not, it does not wait at all, and sources without a target are packed like others.
@@ -64,7 +65,7 @@ def pack_collated(
         return None
     contents = contents_of(named, roles=roles, flattened=flattened)
     if flattened:
-        return pack_flattened(contents, pad_id=pad_id, name=name)
+        return pack_flattened(contents, policy=policy, pad_id=pad_id, name=name)
     if boundaries := [entry for entry in BOUNDARIES if entry in contents.read]:
         raise CollatedBatchError(
             f"{name} holds {', '.join(boundaries)}, as a flattened batch does, and attention_mask, lengths or several rows, as "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pack.collated.extent import extents
-from lightning_pack.collated.fields import BOUNDARIES, BatchFields, CollatedBatchError, Contents, contents_of
+from lightning_pack.collated.fields import BOUNDARIES, KEY_NAMES, BatchFields, CollatedBatchError, Contents, contents_of
 from lightning_pack.collated.flattened import is_flattened, offsets_of
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE, EncodedSource
@@ -74,7 +74,7 @@ def _labels(read: Mapping[str, Any], *, name: str) -> Tensor:
     if (given := read.get("labels")) is None:
         raise CollatedBatchError(
             f"{name} has neither labels nor shift_labels, so nobody can tell its targets: let the collator return labels "
-            "(those of plain text are its input_ids, -100 on padding)"
+            "(those of plain text are its input_ids, -100 on padding; so are those of prompts for predict, which uses none)"
         )
     return given.long()
 
@@ -101,7 +101,7 @@ def _refuse_others(contents: Contents, named: Mapping[str, Any], *, roles: Batch
 
 
 def _is_key(entry: str, roles: BatchFields) -> bool:
-    return entry == roles.key if roles.key else entry.strip("_") in ("key", "keys", "id", "ids", "sample_id", "sample_ids")
+    return entry == roles.key if roles.key else entry in KEY_NAMES
 
 
 def _flattened(contents: Contents, *, name: str) -> list[EncodedSource]:

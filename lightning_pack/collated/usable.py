@@ -8,7 +8,7 @@ from lightning_pack.binning import packer_options
 from lightning_pack.policy import PackingPolicy
 
 #: Settings of a stream of sources, without a meaning for the sources of a micro-batch.
-_OF_A_STREAM = ("buffer_size", "carry_over", "age_limit", "min_bins", "bins_multiple_of", "balance", "window")
+OF_A_STREAM = ("buffer_size", "carry_over", "age_limit", "min_bins", "bins_multiple_of", "balance", "window")
 
 
 def usable_policy(policy: PackingPolicy) -> PackingPolicy:
@@ -19,7 +19,7 @@ def usable_policy(policy: PackingPolicy) -> PackingPolicy:
     """
     require_policy(policy)
     default = {f.name: f.default for f in fields(policy)}
-    unused = [name for name in _OF_A_STREAM if getattr(policy, name) != default[name]]
+    unused = [name for name in OF_A_STREAM if getattr(policy, name) != default[name]]
     if policy.seed != default["seed"] and "seed" not in packer_options(policy.packer):
         unused.append("seed")
     if unused:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.loader import OnMismatch, PackLoader
@@ -34,6 +36,9 @@ def pack_loader(
     comes once, or is reported with its reason in a row's ``left_out``; a pass that ``limit_train_batches`` ends goes on in the
     next epoch. There is no length, since nobody knows it before. Rows are pinned where the loader has ``pin_memory=True``.
 
+    Rows come in the order in which they are packed, and so do the results of ``predict``: by the keys of their sources and not
+    in the order of the data. :func:`~lightning_pack.collated.in_reading_order` puts what ``trainer.predict`` returns in order.
+
     **Several ranks.** With ``even_ranks`` each rank gets as many rows in a pass as every other, which training needs; the
     sources of rows that a rank has more are reported as ``uneven_ranks``. Lightning puts a ``DistributedSampler`` only into
     DataLoaders that it sees, so the loader has to bring its own; one that does not is refused. ``set_epoch`` of its samplers is
@@ -45,7 +50,7 @@ def pack_loader(
     batches are read again. Where the loader cannot tell its state, a warning says so, and a resume is refused.
 
     Args:
-        loader: any iterable of padded or flattened batches, or of lists of samples that are not padded
+        loader: one loader: any iterable of padded or flattened batches, or of lists of samples that are not padded
             (``collate_fn=list``), see :func:`~lightning_pack.collated.sources.sources_of`.
         policy: decides what shares a row. ``algorithm="auto"`` is settled by the sources of the first window.
             ``buffer_size`` and ``balance`` are those of streams and are refused.
@@ -68,6 +73,7 @@ def pack_loader(
         [[2, 6], [3, 5]]
     """
     require_policy(policy)
+    _refuse_several(loader)
     unused = {f.name: f.default for f in fields_of(policy) if f.name in _OF_A_STREAM}
     if changed := [f"{name}={getattr(policy, name)!r}" for name, default in unused.items() if getattr(policy, name) != default]:
         raise ValueError(
@@ -88,3 +94,18 @@ def pack_loader(
         sharded=sharded,
         on_mismatch=on_mismatch,
     )
+
+
+def _refuse_several(loader: Any) -> None:
+    # Lightning's CombinedLoader, of either of its names.
+    several = getattr(loader, "flattened", None)
+    if isinstance(loader, Mapping):
+        several = list(loader.values())
+    elif isinstance(loader, list | tuple) and any(isinstance(each, DataLoader | PackLoader) for each in loader):
+        several = list(loader)
+    if several is not None:
+        raise ValueError(
+            f"pack_loader takes one loader, and got a {type(loader).__name__} of {len(several)}: to pack their sources "
+            "together, join the datasets in one DataLoader (torch.utils.data.ConcatDataset); to evaluate on each of them, give "
+            "the Trainer a list, [pack_loader(a, policy), pack_loader(b, policy)]"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,8 @@ from lightning_pack.offline.replay import ReplayPolicy
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.prepare.result import flat
 
+#: Of a datamodule that is given no policy.
+DEFAULT_CAPACITY = 2048
 #: Settings of a policy that hold for rows too: they only decide the order.
 _ORDER = ("balance", "window")
 
@@ -20,7 +22,8 @@ def replayed(
     path: str,
     manifest: Manifest,
     *,
-    packing: PackingPolicy | None,
+    packing: PackingPolicy,
+    given: Collection[str],
     multiple: int,
     encoder: Encoder | None,
     tokenizer: Any,
@@ -32,7 +35,8 @@ def replayed(
     Args:
         path: of the rows, for errors.
         manifest: theirs.
-        packing: that is given; its settings that have their default say nothing, but for the capacity.
+        packing: the policy that the run has.
+        given: settings of it that were given, also where they have their default; the others say nothing.
         multiple: that the parallel layout asks for.
         encoder: that is given.
         tokenizer: that is given, loaded.
@@ -42,9 +46,7 @@ def replayed(
     Raises:
         ManifestError: naming each setting that differs, with both values.
     """
-    lines: list[str] = []
-    if packing is not None:
-        lines += _packing(manifest, packing)
+    lines = _packing(manifest, packing, given)
     if manifest.packing["multiple"] % multiple:
         lines.append(f"  packing.multiple: {manifest.packing['multiple']} in the rows, {multiple} is what parallel needs")
     if packs_per_batch != 1:
@@ -71,7 +73,7 @@ def replayed(
             "again: leave these settings out of the configuration (see configs/packed_rows.yaml), or write rows with them "
             "('lightning-pack prepack')"
         )
-    order = {} if packing is None else {name: getattr(packing, name) for name in _ORDER}
+    order = {name: getattr(packing, name) for name in _ORDER}
     return ReplayPolicy.of(manifest, **order)
 
 
@@ -92,17 +94,31 @@ def refuse_other_tokens(path: str, encoder: Mapping[str, Any], val_path: str, va
         )
 
 
-def _packing(manifest: Manifest, packing: PackingPolicy) -> list[str]:
+def given_settings(packing: PackingPolicy) -> frozenset[str]:
+    """Settings of a policy that somebody chose.
+
+    A policy that was given all of them comes from a parser or ``dataclasses.replace``, which fill in defaults: those that have
+    their default say nothing then, and neither does the capacity where all of them have.
+    """
+    defaults = {f.name: f.default for f in fields(packing)}
+    if packing.given != defaults.keys():
+        return packing.given
+    chosen = frozenset(name for name, default in defaults.items() if name != "capacity" and getattr(packing, name) != default)
+    return chosen | {"capacity"} if chosen or packing.capacity != DEFAULT_CAPACITY else chosen
+
+
+def _packing(manifest: Manifest, packing: PackingPolicy, given: Collection[str]) -> list[str]:
     lines = []
     for setting in fields(PackingPolicy):
         name, value = setting.name, getattr(packing, setting.name)
-        if name in _ORDER or (name != "capacity" and value == setting.default):
+        if name in _ORDER or name not in given:
             continue
         if name not in DECIDE_ROWS:
             lines.append(f"  packing.{name}: not used with rows that are decided, {value!r} now")
         elif name not in manifest.packing:
             lines.append(f"  packing.{name}: not known for these rows, which were converted, {value!r} now")
-        elif value != manifest.packing[name]:
+        elif (packing.packer if name == "algorithm" else value) != manifest.packing[name]:
+            # Rows that are written under "auto" are those of its packer.
             lines.append(f"  packing.{name}: {manifest.packing[name]!r} in the rows, {value!r} now")
     return lines
 

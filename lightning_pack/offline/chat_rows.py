@@ -34,7 +34,7 @@ def conversations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[st
     return found
 
 
-def read_chat_rows(path: Path, *, encoder: Encoder, policy: PackingPolicy) -> Iterator[GivenRow | GivenRowError]:
+def read_chat_rows(path: Path, *, encoder: Encoder, policy: PackingPolicy, skip: bool) -> Iterator[GivenRow | GivenRowError]:
     """The rows of a file, or what is wrong with each.
 
     Args:
@@ -42,6 +42,8 @@ def read_chat_rows(path: Path, *, encoder: Encoder, policy: PackingPolicy) -> It
         encoder: of each conversation.
         policy: its ``capacity``, ``multiple`` and ``overlength`` hold: a conversation for which its row has no room is left
             out, cut (``"truncate"``), or an error.
+        skip: whether a conversation that the encoder does not understand is left out of its row and counted as ``corrupt``;
+            else its row is an error. One without targets is left out and counted in any case.
 
     Raises:
         OverlengthError: under ``overlength="error"``.
@@ -51,10 +53,10 @@ def read_chat_rows(path: Path, *, encoder: Encoder, policy: PackingPolicy) -> It
             if not line.strip():
                 continue
             place = f"{path.name}[{number}]"
-            yield attempted(partial(_row, place, line, encoder=encoder, policy=policy), place)
+            yield attempted(partial(_row, place, line, encoder=encoder, policy=policy, skip=skip), place)
 
 
-def _row(place: str, line: str, *, encoder: Encoder, policy: PackingPolicy) -> GivenRow:
+def _row(place: str, line: str, *, encoder: Encoder, policy: PackingPolicy, skip: bool) -> GivenRow:
     try:
         record = json.loads(line)
     except ValueError as e:
@@ -70,13 +72,19 @@ def _row(place: str, line: str, *, encoder: Encoder, policy: PackingPolicy) -> G
         try:
             source = encoder(key, {"messages": conversation})
         except LeaveOut as e:
+            if e.reason == "corrupt" and not skip:
+                raise GivenRowError(
+                    f"{key} is no conversation that can be trained on: {e}. Mend it, or leave it out with --on-bad-row skip "
+                    "(on_bad_row='skip')"
+                ) from e
             gone.append(LeftOut(key, e.reason, 0))
             continue
         source = _fitting(source, room=policy.capacity - used, policy=policy)
         gone += source.news
         if len(source):
             used += policy.aligned(len(source))
-            sources.append(GivenSource(ids=source.input_ids.numpy(), targets=(source.labels != IGNORE).numpy()))
+            targets = (source.labels != IGNORE).numpy()
+            sources.append(GivenSource(ids=source.input_ids.numpy(), targets=targets, number=i))
     return GivenRow(place=place, sources=sources, left_out=gone)
 
 

@@ -76,7 +76,8 @@ def convert(
         tokenizer: for chats: folder of the tokenizer, or the tokenizer. For tokens it only gives the pad id and comes along.
         encoder: for chats: in place of the tokenizer.
         pad_id: fills gaps; None takes that of the tokenizer or encoder, else 0 (gaps are never seen by attention or loss).
-        on_bad_row: ``"error"``, or ``"skip"`` to leave a row out that does not say what it must, and count it.
+        on_bad_row: ``"error"``, or ``"skip"`` to leave a row out that does not say what it must, and count it; of a row of
+            chats, the conversation that cannot be understood.
         overwrite: whether to replace other rows.
 
     Raises:
@@ -139,7 +140,7 @@ def convert(
             for file in those:
                 if form == "chat-rows":
                     assert encoder is not None
-                    rows = read_chat_rows(file, encoder=encoder, policy=policy)
+                    rows = read_chat_rows(file, encoder=encoder, policy=policy, skip=on_bad_row == "skip")
                 else:
                     rows = read.get(file.suffix, read_collated)(file)
                 writer.add_all(rows)

@@ -29,11 +29,13 @@ class GivenSource:
         ids: int64 ``[n]``.
         targets: bool ``[n]``, whether a token is predicted from those before it. The first never is.
         room: places that it takes up; None takes as many as its tokens need.
+        number: of the source in its row, for its key; None counts those that are given.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     room: int | None = None
+    number: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +70,7 @@ class GivenRow:
         keys, kept, rooms, spare = list[str](), list[GivenSource](), list[int](), 0
         gone = list(self.left_out)
         for i, source in enumerate(self.sources):
-            key, tokens = f"{self.place}#{i}", len(source.ids)
+            key, tokens = f"{self.place}#{i if source.number is None else source.number}", len(source.ids)
             if not tokens:
                 gone.append(LeftOut(key, "empty", 0))
                 spare += source.room or 0

@@ -154,7 +154,12 @@ def prepack(
             parts = [Part(place.folder, split, i, of) for of in [number_of_parts(samples)] for i in range(of)]
             missing = [part for part in parts if not part.is_complete()]
             run_tasks(f"encoding {split}", lambda part: encode_part(part, options), missing, workers=workers, progress=progress)
-            packed = PackedSources.of(_usable(SourceStore.of(parts), source, split), policy, split=split)
+            store = SourceStore.of(parts)
+            if not len(store):
+                # There is nothing to go on with: other data or settings begin anew.
+                place.clear()
+                raise _useless(store, source, split)
+            packed = PackedSources.of(store, policy, split=split)
             names = packed.shards(shards)
             todo = [each for each in names if not is_written(place.dataset, each[0])]
             run_tasks(
@@ -212,11 +217,9 @@ def _samples(source: str, split: str) -> int:
     return sum(len(leaf.dataset) for leaf in leaves)
 
 
-def _usable(store: SourceStore, source: str, split: str) -> SourceStore:
-    if not len(store):
-        listed = ", ".join(f"{gone.key} ({gone.reason})" for gone in store.left_out[:3])
-        raise ValueError(f"no source of the split {split!r} of {source!r} can be trained on; left out are {listed or 'none'}")
-    return store
+def _useless(store: SourceStore, source: str, split: str) -> ValueError:
+    listed = ", ".join(f"{gone.key} ({gone.reason})" for gone in store.left_out[:3])
+    return ValueError(f"no source of the split {split!r} of {source!r} can be trained on; left out are {listed or 'none'}")
 
 
 def _keep_tokenizer(encoder: Encoder, folder: Path) -> None:

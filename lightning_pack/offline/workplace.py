@@ -85,8 +85,8 @@ class Workplace:
             finally:
                 path.unlink(missing_ok=True)
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> bool:
-        """Begin, or go on with what is there; returns whether there is something to go on with.
+    def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Begin, or go on with what is there.
 
         Raises:
             ValueError: if what is there was begun with other settings, naming each; not with ``overwrite``.
@@ -101,7 +101,7 @@ class Workplace:
                 before = None
         if before is not None:
             if before == now and self.dataset.is_dir():
-                return True
+                return
             if before != now and not overwrite:
                 raise ValueError(
                     f"rows for {self.out} were begun with other settings:\n" + "\n".join(different(before, now)) + "\nSet them "
@@ -110,7 +110,6 @@ class Workplace:
         self.clear()
         self.dataset.mkdir(parents=True)
         write_json(self.folder / _SETTINGS, now)
-        return False
 
     def clear(self) -> None:
         """Remove what is needed no more."""
