@@ -210,6 +210,6 @@ class PackStream:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._left_out_in_a_row.most_common())
             raise ValueError(
                 f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}): "
-                "check capacity, tokenizer and data"
+                "check capacity, limits of media, tokenizer or encoder (vision), and data"
             )
         return False
