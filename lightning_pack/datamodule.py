@@ -62,7 +62,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         packing: the packing rules. ``packing.multiple`` is raised to what ``parallel`` asks for.
         num_workers: loader processes per rank; 0 loads in the main process.
         parallel: how the model is spread over devices; the ranks left over are data parallel.
-        shuffle_buffer_size: samples a worker draws from at random before encoding; 0 keeps the order of reading.
+        shuffle_buffer_size: samples a worker draws from at random before encoding, with the image files in
+            them, which no limit of ``packing`` counts; 0 keeps the order of reading.
         max_samples_per_sequence: most samples read one after the other from a shard; None reads whole shards.
         packs_per_batch: packs joined to one row.
         seed: of the order in which samples are read.

@@ -48,10 +48,13 @@ class LoraOptions:
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"lora.rank={self.rank!r}: a whole number of at least 1 is needed")
-        if not self.alpha > 0:
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
             raise ValueError(f"lora.alpha={self.alpha!r}: a number above 0 is needed")
-        if not 0 <= self.dropout < 1:
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout={self.dropout!r}: a share of at least 0 and less than 1 is needed")
+        for name in ("vision", "adapters_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"lora.{name}={getattr(self, name)!r} is not True or False")
         if isinstance(self.target_modules, str):
             if self.target_modules != "all-linear":
                 raise ValueError(
@@ -113,6 +116,33 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> list[str]:
             + ("" if options.vision or not seeing else " (lora.vision=True takes those of its vision encoder too)")
         )
     return [name for name in layers if name.rpartition(".")[2] in wanted]
+
+
+def refuse_other_adapters(checkpoint: Mapping[str, Any], options: LoraOptions | None) -> None:
+    """Check that a checkpoint is one of the same adapters.
+
+    Raises:
+        ValueError: naming the settings that differ, with both values.
+    """
+    settings = checkpoint.get("hyper_parameters", {})
+    if "lora" not in settings:
+        # Of another module, whose weights say themselves whether they fit.
+        return
+    saved, now = LoraOptions.of(settings["lora"]), options
+    if saved is None or now is None:
+        if saved is now:
+            return
+        raise ValueError(
+            f"the checkpoint was saved with lora={'null' if saved is None else saved.plain()}, and lora is "
+            f"{'null' if now is None else now.plain()} now: a run goes on with the weights that it had, so set it back"
+        )
+    # Dropout, and what is saved, may change.
+    changed = [name for name in ("rank", "alpha", "target_modules", "vision") if getattr(saved, name) != getattr(now, name)]
+    if changed:
+        both = ", ".join(
+            f"lora.{name}={getattr(saved, name)!r} in the checkpoint, {getattr(now, name)!r} now" for name in changed
+        )
+        raise ValueError(f"the adapters of the checkpoint are others: {both}; set them back, or begin a new run")
 
 
 def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:

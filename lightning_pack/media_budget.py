@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_pack.binning import Groups
+
+
+class MediaCost(NamedTuple):
+    """What the media of one source cost: placeholders, bytes of their tensors, and bytes that are held until these are made."""
+
+    tokens: int = 0
+    nbytes: int = 0
+    held: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric
 from transformers import PreTrainedModel
 
-from lightning_pack.lora import BASE, LoraOptions, add_adapters, leave_out_frozen, put_in_frozen
+from lightning_pack.lora import BASE, LoraOptions, add_adapters, leave_out_frozen, put_in_frozen, refuse_other_adapters
 from lightning_pack.pretrained import checkpoint_activations, load_causal_lm
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE
@@ -212,7 +212,8 @@ class PackedCausalLM(LightningModule):
             leave_out_frozen(checkpoint, self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Complete a checkpoint of adapters."""
+        """Refuse one of other adapters, and complete one of adapters alone."""
+        refuse_other_adapters(checkpoint, self._lora)
         if BASE in checkpoint:
             put_in_frozen(checkpoint, self)
 

@@ -18,7 +18,7 @@ from lightning_pack import binning
 from lightning_pack.binning import Groups
 from lightning_pack.carry import Candidates, closed_rows, exact_fill, fullest_half
 from lightning_pack.layout import RowLayout
-from lightning_pack.media_budget import MediaBudget, within_budget
+from lightning_pack.media_budget import MediaBudget, MediaCost, within_budget
 from lightning_pack.notebook import policy_html
 from lightning_pack.overlength import Overlength, OverlengthError, admitted, too_long
 from lightning_pack.policy_checks import check_settings
@@ -276,11 +276,17 @@ class PackingPolicy:
             groups += [[apart[i] for i in group] for group in self._pack([buffer.lengths[i] for i in apart])]
         return groups
 
-    def settled(self, lengths: Sequence[int], *, keys: Sequence[Hashable] | None = None) -> PackingPolicy:
+    def settled(
+        self,
+        lengths: Sequence[int],
+        *,
+        keys: Sequence[Hashable] | None = None,
+        media: Sequence[MediaCost] | None = None,
+    ) -> PackingPolicy:
         """This policy with ``"auto"`` replaced by the algorithm that packs a stream of these real lengths in fewer packs.
 
         Deterministic: the same lengths give the same choice. Other policies are returned as they are. Sources with different
-        ``keys`` do not share a pack.
+        ``keys`` do not share a pack, and ``media`` count against the limits of packs and buffers.
         """
         if self.algorithm != "auto":
             return self
@@ -289,8 +295,9 @@ class PackingPolicy:
         # Several times over, so that what waits at the end matters little.
         times = min(-(-DRY_RUN_SOURCES // max(len(lengths), 1)), 8)
         lengths, keys = [*lengths] * times, None if keys is None else [*keys] * times
+        media = None if media is None else [*media] * times
         choices = [replace(self, algorithm=name) for name in AUTO]
-        return min(choices, key=lambda choice: simulate(choice, lengths, keys=keys).packs)
+        return min(choices, key=lambda choice: simulate(choice, lengths, keys=keys, media=media).packs)
 
     def layout(self, lengths: Sequence[int]) -> RowLayout:
         """Boundaries of the row that holds sources of these real lengths, in this order.

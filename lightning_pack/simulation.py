@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from lightning_pack.media_budget import MediaBudget, MediaCost
 from lightning_pack.policy import PackingPolicy
 
 
@@ -47,19 +48,26 @@ class SimulatedStream:
         return [sum(self.lengths[i] ** 2 for i in group) for group in self.groups]
 
 
-def simulate(policy: PackingPolicy, lengths: Sequence[int], *, keys: Sequence[Hashable] | None = None) -> SimulatedStream:
+def simulate(
+    policy: PackingPolicy,
+    lengths: Sequence[int],
+    *,
+    keys: Sequence[Hashable] | None = None,
+    media: Sequence[MediaCost] | None = None,
+) -> SimulatedStream:
     """Pack a finite stream as a loader worker does, its end included.
 
     Args:
         policy: the packing rules.
         lengths: real tokens of the sources, in order of arrival; those that a policy leaves out are not among them.
         keys: sources with different keys do not share a pack.
+        media: of each source, within the limits of a pack; None means none, and that no limit of media is reached.
 
     Raises:
         ValueError: for a source without tokens.
         OverlengthError: for a source that fits in no row.
     """
-    policy = policy.settled(lengths, keys=keys)
+    policy = policy.settled(lengths, keys=keys, media=media)
     lengths = [int(length) for length in lengths]
     groups: list[list[int]] = []
     ages = [0] * len(lengths)
@@ -67,12 +75,15 @@ def simulate(policy: PackingPolicy, lengths: Sequence[int], *, keys: Sequence[Ha
     read = choices = 0
     while buffer or read < len(lengths):
         more = min(policy.buffer_size - len(buffer), len(lengths) - read)
+        if media is not None:
+            more = _within_limits(policy, [media[i] for i in buffer], media[read : read + more])
         buffer += range(read, read + more)
         read += more
         leaving = policy.choose(
             [lengths[i] for i in buffer],
             ages=[read - 1 - i for i in buffer],
             keys=None if keys is None else [keys[i] for i in buffer],
+            media=None if media is None else [media[i][:2] for i in buffer],
             final=read == len(lengths),
         )
         choices += 1
@@ -82,3 +93,17 @@ def simulate(policy: PackingPolicy, lengths: Sequence[int], *, keys: Sequence[Ha
             ages[buffer[i]] = read - 1 - buffer[i]
         buffer = [source for i, source in enumerate(buffer) if i not in gone]
     return SimulatedStream(policy=policy, lengths=lengths, groups=groups, ages=ages, choices=choices)
+
+
+def _within_limits(policy: PackingPolicy, waiting: Sequence[MediaCost], new: Sequence[MediaCost]) -> int:
+    """How many of the new sources a buffer takes before it is full of media; one more is always taken."""
+    if (policy.buffer_media_tokens, policy.buffer_media_bytes) == (None, None):
+        return len(new)
+    limits = MediaBudget(tokens=policy.buffer_media_tokens, nbytes=policy.buffer_media_bytes)
+    tokens, held = sum(cost.tokens for cost in waiting), sum(cost.held for cost in waiting)
+    for number, cost in enumerate(new):
+        # Full once a limit is reached.
+        if number and not limits.allows(tokens + 1, held + 1):
+            return number
+        tokens, held = tokens + cost.tokens, held + cost.held
+    return len(new)

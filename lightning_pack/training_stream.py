@@ -181,7 +181,7 @@ class TrainingStream:
 def settled_by_dry_run(options: StreamOptions, *, of: int, split: str = "train", evaluation: bool = False) -> PackingPolicy:
     """The policy of a stream with the algorithm that packs its first sources best, see :func:`sample_sources`; says which."""
     found = sample_sources(options, of=of, split=split, evaluation=evaluation)
-    policy = options.policy.settled(found.lengths, keys=found.groups)
+    policy = options.policy.settled(found.lengths, keys=found.groups, media=found.media)
     rank_zero_info(f"algorithm='auto' packs this data with {policy.algorithm!r}")
     return policy
 

@@ -173,6 +173,29 @@ def test_adapters_need_the_weights_that_they_were_trained_with(tmp_path: Path) -
         assert not torch.equal(adapted(tiny_config("llama"))(row), module(row))
 
 
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        ({}, {"rank": 2}, "lora.rank=4 in the checkpoint, 2 now"),
+        ({}, {"alpha": 8.0}, "lora.alpha=16.0 in the checkpoint, 8.0 now"),
+        ({}, {"target_modules": ("q_proj",)}, r"lora.target_modules='all-linear' in the checkpoint, \('q_proj',\) now"),
+        ({"adapters_only": True}, None, r"the checkpoint was saved with lora=\{'rank': 4.*, and lora is null now"),
+        (None, {}, r"the checkpoint was saved with lora=null, and lora is \{'rank': 4"),
+        ({}, {"dropout": 0.5, "adapters_only": True}, None),
+    ],
+)
+def test_a_run_goes_on_with_the_adapters_that_it_had(saved: Any, now: Any, message: str | None) -> None:
+    def made(options: Any) -> PackedCausalLM:
+        return PackedCausalLM(tiny_config("llama"), lora=None if options is None else LoraOptions(**{"rank": 4} | options))
+
+    content = {"hyper_parameters": dict(made(saved).hparams)}
+    if message is None:
+        made(now).on_load_checkpoint(content)
+    else:
+        with pytest.raises(ValueError, match=message):
+            made(now).on_load_checkpoint(content)
+
+
 def test_adapters_are_loaded_beside_a_saved_model(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path / "model")
     module = PackedCausalLM(tmp_path / "model", learning_rate=0.1, lora=LoraOptions(adapters_only=True))
@@ -192,6 +215,9 @@ def test_adapters_are_loaded_beside_a_saved_model(tmp_path: Path) -> None:
     [
         ({"rank": 0}, "lora.rank=0: a whole number of at least 1"),
         ({"alpha": 0}, "lora.alpha=0: a number above 0"),
+        ({"alpha": "16"}, "lora.alpha='16': a number above 0"),
+        ({"vision": "yes"}, "lora.vision='yes' is not True or False"),
+        ({"adapters_only": 1}, "lora.adapters_only=1 is not True or False"),
         ({"dropout": 1.0}, "lora.dropout=1.0: a share of at least 0"),
         ({"target_modules": "q_proj"}, r"lora.target_modules='q_proj' is not 'all-linear': give a list of names"),
         ({"target_modules": ()}, "lora.target_modules is empty"),

@@ -20,6 +20,8 @@ from lightning_pack.encoders.image_names import find_image
 from lightning_pack.encoders.images import EncodedImage
 from lightning_pack.encoders.messages import Message, checked_text, read_messages
 
+#: Fields of a record with media that no encoder reads.
+_OTHER_MEDIA = ("videos", "video", "audios", "audio")
 #: Fields of a part that name its image.
 _NAMES = ("image", "path", "url", "image_url")
 
@@ -35,8 +37,16 @@ def read_image_chat(
         image_root: folder that relative paths start from; None takes that of the record.
 
     Raises:
-        LeaveOut: if the turns are not in order, a part is not understood, or images and image parts do not match.
+        LeaveOut: if the turns are not in order, a part is not understood, images and image parts do not match, or there is a
+            video or a sound.
     """
+    for name in _OTHER_MEDIA:
+        if record.get(name):
+            raise LeaveOut(
+                "corrupt",
+                f"the record has {name!r}, which is not supported: give frames of a video as images",
+                "video or audio",
+            )
     parts = _Parts()
     messages = read_messages(record, content=parts.content)
     files: Mapping[str, bytes] = getattr(record, "files", {})

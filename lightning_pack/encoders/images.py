@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 #: Endings of the members of a sample that are images.
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 #: Whose values Pillow turns to 8-bit RGB without loss of range.
-_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
-_ORIENTATION = 0x0112
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+#: Of these, those with a channel that says how much is seen.
+_SEEN_THROUGH = ("LA", "La", "PA", "RGBA", "RGBa")
+_TIFF_WIDTH, _TIFF_HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112
 #: How an image of each orientation is turned, by Pillow's ``Transpose``.
 _TURNS = dict(
     zip(
@@ -76,7 +78,7 @@ class EncodedImage:
         opened = self._opened()
         try:
             with opened as image:
-                width, height = image.size
+                width, height = _stored_size(image)
                 turned = _orientation(image) in (5, 6, 7, 8)
         except _BROKEN as error:
             raise self._broken(error) from error
@@ -106,7 +108,7 @@ class EncodedImage:
             raise self._broken(error) from error
 
     def decoded(self) -> Image:
-        """The pixels, RGB with 8 bits a channel, turned as the image is to be seen.
+        """The pixels, RGB with 8 bits a channel, turned as the image is to be seen; what is transparent lies on white.
 
         Raises:
             LeaveOut: as ``image``, if the file is broken.
@@ -116,8 +118,9 @@ class EncodedImage:
         opened = self._opened()
         try:
             with opened as image:
-                way = _TURNS.get(_orientation(image))
-                rgb = image.convert("RGB")
+                # Pillow turns this kind as it reads the pixels.
+                way = None if image.format == "TIFF" else _TURNS.get(_orientation(image))
+                rgb = on_white(image)
                 return rgb if way is None else rgb.transpose(PIL.Image.Transpose[way])
         except _BROKEN as error:
             raise self._broken(error) from error
@@ -131,10 +134,12 @@ class EncodedImage:
             with warnings.catch_warnings():
                 # Large images are the business of the image processor, which makes them smaller.
                 warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+                # And notes that are damaged do not make an image so.
+                warnings.simplefilter("ignore", UserWarning)
                 image = PIL.Image.open(file)
         except (*_BROKEN, PIL.Image.DecompressionBombError) as error:
             raise self._broken(error) from error
-        if image.mode not in _MODES:
+        if image.mode not in MODES:
             raise LeaveOut(
                 "image",
                 f"image {self.name!r} has values of mode {image.mode!r}, not 8 bits a channel: they would be cut off or scaled "
@@ -163,11 +168,33 @@ class EncodedImage:
         return LeaveOut("image", f"image {self.name!r} cannot be read ({type(error).__name__}: {error})", "image unreadable")
 
 
+def on_white(image: Image) -> Image:
+    """RGB, with white behind what is transparent, as image processors of transformers have it."""
+    import PIL.Image
+
+    image.load()
+    if image.mode not in _SEEN_THROUGH and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    seen = image.convert("LA") if image.mode == "La" else image
+    seen = seen.convert("RGBA")
+    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+def _stored_size(image: Image) -> tuple[int, int]:
+    """Width and height of the pixels in the file; of turned TIFF files Pillow tells the one or the other, by its version."""
+    tags = getattr(image, "tag_v2", None)
+    return image.size if tags is None else (int(tags[_TIFF_WIDTH]), int(tags[_TIFF_HEIGHT]))
+
+
 def _orientation(image: Image) -> int:
     """How the image is turned, 1 to 8, by the header; what a PNG says behind its pixels is not read, for that decodes them."""
     import PIL.Image
 
-    return int(PIL.Image.Image.getexif(image).get(_ORIENTATION, 1))
+    with warnings.catch_warnings():
+        # Damaged notes, as where the file is opened.
+        warnings.simplefilter("ignore", UserWarning)
+        value = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1)
+    return value if isinstance(value, int) else 1
 
 
 def _ending(name: str) -> str:

@@ -160,21 +160,34 @@ class PackStream:
             self._worker_config.worker_pop_sample_index()
 
     def _fill(self, buffer: Buffer, sources: Iterator[EncodedSource], *, upto: int) -> None:
-        while not self._full(buffer, upto=upto) and (source := self._take(sources, buffer)) is not None:
+        tokens, held = self._media_of(buffer.sources)
+        while not self._full_of(buffer, tokens, held, upto=upto) and (source := self._take(sources, buffer)) is not None:
             if not self._usable(source):
                 buffer.markers.append(source)
             elif not buffer.passes_over(source):
                 buffer.add(source)
+                more = self._media_of([source])
+                tokens, held = tokens + more[0], held + more[1]
 
     def _full(self, buffer: Buffer, *, upto: int) -> bool:
+        return self._full_of(buffer, *self._media_of(buffer.sources), upto=upto)
+
+    def _media_of(self, sources: Sequence[EncodedSource]) -> tuple[int, int]:
+        """Placeholders and bytes of media, of what is limited."""
+        return (
+            0 if self._media_tokens is None else sum(source.media_tokens for source in sources),
+            0 if self._media_bytes is None else sum(source.held_media for source in sources),
+        )
+
+    def _full_of(self, buffer: Buffer, tokens: int, held: int, *, upto: int) -> bool:
         if len(buffer.sources) >= upto:
             return True
         # One more is always taken, else what was carried over could hold up the stream.
         if not buffer.new:
             return False
-        return (
-            self._media_tokens is not None and sum(source.media_tokens for source in buffer.sources) >= self._media_tokens
-        ) or (self._media_bytes is not None and sum(source.held_media for source in buffer.sources) >= self._media_bytes)
+        return (self._media_tokens is not None and tokens >= self._media_tokens) or (
+            self._media_bytes is not None and held >= self._media_bytes
+        )
 
     def _peek(self, current: Buffer, sources: Iterator[EncodedSource]) -> Buffer | None:
         """The buffer after this one, with its first new source; markers before that belong to this one."""
@@ -210,6 +223,6 @@ class PackStream:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._left_out_in_a_row.most_common())
             raise ValueError(
                 f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}): "
-                "check capacity, tokenizer and data"
+                "check capacity, limits of media, tokenizer or encoder (vision), and data"
             )
         return False

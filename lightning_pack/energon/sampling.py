@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lightning_pack.energon.dataset import StreamOptions, has_end, open_evaluation_share, open_share
 from lightning_pack.energon.randomness import put_back
 from lightning_pack.energon.worker import Whereabouts
+from lightning_pack.media_budget import MediaCost
 from lightning_pack.source import EncodedSource, LeftOut
 
 #: Sources that ``algorithm="auto"`` looks at.
@@ -26,8 +27,7 @@ class SampledSources:
         groups: their group keys.
         splittable: whether each is a plain text, which may be cut in pieces.
         held: bytes that each holds while it waits beyond its ids and labels: positions and encoded media.
-        media_tokens: placeholders in each.
-        media_bytes: of the tensors that the media of each become.
+        media: of each.
         left_out: what was dropped or cut, and why; with the tokens where they are known.
         whole: whether these are all sources of a share that has an end.
     """
@@ -36,8 +36,7 @@ class SampledSources:
     groups: list[str | None]
     splittable: list[bool]
     held: list[int]
-    media_tokens: list[int]
-    media_bytes: list[int]
+    media: list[MediaCost]
     left_out: list[LeftOut]
     whole: bool
 
@@ -47,15 +46,15 @@ class _Taken(NamedTuple):
     group: str | None
     splittable: bool
     held: int
-    media_tokens: int
-    media_bytes: int
+    media: MediaCost
     left_out: LeftOut | None
 
     @classmethod
     def of(cls, source: EncodedSource) -> _Taken:
         held = source.held - source.input_ids.nbytes - source.labels.nbytes
         return cls(
-            *(len(source), source.group, source.splittable, max(held, 0), source.media_tokens, source.media_bytes),
+            *(len(source), source.group, source.splittable, max(held, 0)),
+            MediaCost(source.media_tokens, source.media_bytes, source.held_media),
             source.left_out,
         )
 
@@ -99,8 +98,7 @@ def sample_sources(
         groups=[source.group for source in usable],
         splittable=[source.splittable for source in usable],
         held=[source.held for source in usable],
-        media_tokens=[source.media_tokens for source in usable],
-        media_bytes=[source.media_bytes for source in usable],
+        media=[source.media for source in usable],
         left_out=[source.left_out for source in taken if source.left_out is not None],
         whole=finite and len(taken) < most,
     )

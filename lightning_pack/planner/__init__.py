@@ -11,7 +11,8 @@ from lightning_pack.planner.combination import Combination
 from lightning_pack.planner.dry_run import BUFFER_SIZES, SOURCES, plan
 from lightning_pack.planner.recommendation import Recommendation
 from lightning_pack.planner.result import Plan
-from lightning_pack.planner.sources import LeftOutCount, OverLength, Sources, Stream
+from lightning_pack.planner.sources import Sources
+from lightning_pack.planner.stream import LeftOutCount, OverLength, Stream
 
 __all__ = [
     "BUFFER_SIZES",

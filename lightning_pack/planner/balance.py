@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_pack.media_budget import MediaCost
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.simulation import simulate
 
@@ -52,6 +53,7 @@ def rank_balance(
     ranks: int,
     windows: Sequence[int] = WINDOWS,
     keys: Sequence[str | None] | None = None,
+    media: Sequence[MediaCost] | None = None,
 ) -> RankBalance:
     """Deal sources out to ranks in turn, pack each share, and compare the ranks step by step.
 
@@ -61,6 +63,7 @@ def rank_balance(
         ranks: data-parallel ranks, at least 2.
         windows: sizes to compare. Steps in windows that are not full on all ranks do not count, unless all are so.
         keys: sources with different keys do not share a pack.
+        media: of each source; None means none.
 
     Raises:
         ValueError: for fewer than 2 ranks, or fewer sources than ranks.
@@ -72,7 +75,12 @@ def rank_balance(
     if len(lengths) < ranks:
         raise ValueError(f"{len(lengths)} sources cannot be dealt out to {ranks} ranks: give at least one for each")
     shares = [
-        simulate(policy, lengths[rank::ranks], keys=None if keys is None else keys[rank::ranks]).squares
+        simulate(
+            policy,
+            lengths[rank::ranks],
+            keys=None if keys is None else keys[rank::ranks],
+            media=None if media is None else media[rank::ranks],
+        ).squares
         for rank in range(ranks)
     ]
     steps = min(map(len, shares))

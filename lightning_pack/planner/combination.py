@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_pack.binning import lower_bound, packers
 from lightning_pack.planner.balance import drawn_imbalance
-from lightning_pack.planner.sources import OverLength, SourceMedia, Stream
+from lightning_pack.planner.stream import OverLength, SourceMedia, Stream
 from lightning_pack.policy import AUTO, BYTES_PER_TOKEN, PackingPolicy
 from lightning_pack.simulation import simulate
 
@@ -46,7 +46,7 @@ class Combination:
     @classmethod
     def measured(cls, policy: PackingPolicy, stream: Stream, *, bound: int, ranks: int = 1) -> Combination:
         """Pack a stream; ``bound`` is that of :func:`bound_of`."""
-        made = simulate(policy, stream.lengths, keys=stream.keys)
+        made = simulate(policy, stream.lengths, keys=stream.keys, media=stream.costs)
         return cls(
             policy=made.policy,
             sources=len(stream.lengths),
@@ -95,23 +95,53 @@ class Combination:
         """Most bytes of ids, labels and media that a loader worker holds, for sources of the mean.
 
         Two buffers, for the next one is filled while the packs of one are emitted, and with balance a window of packs. Images
-        wait in them, and in the shuffle buffer, as they are in the data; as pixels they are only in the rows under way.
+        wait in them, within the limits of media, and in the shuffle buffer, as they are in the data; as pixels they are only in
+        the rows under way.
         """
-        buffers = -(-BYTES_PER_TOKEN * 2 * self.policy.buffer_size * self.real_tokens // self.sources)
+        held = self._held_sources
+        buffers = -(-BYTES_PER_TOKEN * 2 * held * self.real_tokens // self.sources)
         memory = buffers + BYTES_PER_TOKEN * self.policy.window_tokens
         if self.media is None:
             return memory
         in_window = (self.policy.window_size + 1) * self.sources / self.packs if self.policy.balance else 0
-        waiting = self.media.held * (2 * self.policy.buffer_size + in_window + self.media.shuffled)
+        waiting = self.media.held * (2 * held + in_window + self.media.shuffled)
         return memory + int(waiting + ROWS_UNDER_WAY * self.media.nbytes * self.sources / self.packs)
+
+    @property
+    def _held_sources(self) -> int:
+        """That a full buffer holds, of the mean; its limits of media let in one beyond."""
+        policy, size = self.policy, self.policy.buffer_size
+        if self.media is None:
+            return size
+        for limit, each in (
+            (policy.buffer_media_tokens, self.media.tokens),
+            (policy.buffer_media_bytes, self.media.encoded),
+        ):
+            if limit is not None and each:
+                size = min(size, int(limit / each) + 1)
+        return size
 
 
 def bound_of(policy: PackingPolicy, stream: Stream) -> int:
     """The lower bound of the packs of a stream; sources with different keys need packs of their own."""
     apart: dict[str | None, list[int]] = {}
-    for length, key in zip(stream.lengths, stream.keys, strict=True):
-        apart.setdefault(key, []).append(policy.aligned(length))
-    return sum(lower_bound(lengths, policy.capacity) for lengths in apart.values())
+    for i, key in enumerate(stream.keys):
+        apart.setdefault(key, []).append(i)
+    return sum(_bound(policy, stream, of) for of in apart.values())
+
+
+def _bound(policy: PackingPolicy, stream: Stream, of: Sequence[int]) -> int:
+    bound = lower_bound([policy.aligned(stream.lengths[i]) for i in of], policy.capacity)
+    if stream.costs is None:
+        return bound
+    budget = policy.media_budget
+    for limit, total in (
+        (budget.tokens, sum(stream.costs[i].tokens for i in of)),
+        (budget.nbytes, sum(stream.costs[i].nbytes for i in of)),
+    ):
+        if limit is not None:
+            bound = max(bound, -(-total // limit))
+    return bound
 
 
 def choices(base: PackingPolicy, buffer_sizes: Sequence[int]) -> list[PackingPolicy]:

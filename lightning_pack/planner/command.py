@@ -47,6 +47,13 @@ def main(args: list[str]) -> None:
     parser.add_argument(
         "--vision", metavar="FAMILY", help="vision-language model that chats with images are for, such as qwen3_vl"
     )
+    for name, what in (
+        ("max-media-tokens", "placeholders of images in a pack"),
+        ("max-media-bytes", "bytes of their pixels"),
+        ("buffer-media-tokens", "placeholders in a buffer"),
+        ("buffer-media-bytes", "bytes of encoded images in a buffer"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"most {what} (default: no limit)")
     parser.add_argument("--sources", type=int, metavar="N", help="most sources to read and to pack (default: 20000)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for plan.json, plan.yaml and plan.png")
     options = vars(parser.parse_args(args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_pack.encoders.base import Encoder
 from lightning_pack.planner.balance import WINDOWS, RankBalance, rank_balance
@@ -41,6 +41,10 @@ def plan(
     encoder: Encoder | None = None,
     group_by: str | None = None,
     vision: str | None = None,
+    max_media_tokens: int | None = None,
+    max_media_bytes: int | None = None,
+    buffer_media_tokens: int | None = None,
+    buffer_media_bytes: int | None = None,
 ) -> Plan:
     """Find out which packing suits some data, from a sample of it and without training.
 
@@ -59,6 +63,10 @@ def plan(
         encoder: as for the datamodule.
         group_by: as for the datamodule.
         vision: as for the datamodule.
+        max_media_tokens: as for :class:`~lightning_pack.PackingPolicy`, which every dry run keeps to; so are the next three.
+        max_media_bytes: of a pack.
+        buffer_media_tokens: of a buffer.
+        buffer_media_bytes: of a buffer.
 
     Raises:
         ValueError: for settings that do not fit together, a dataset that is not there, or one without usable sources.
@@ -72,7 +80,13 @@ def plan(
     sizes = _buffer_sizes(buffer_sizes)
     for name, value in (("workers", workers), ("ranks", ranks), ("sources", sources)):
         _whole(name, value)
-    base = PackingPolicy(capacity, multiple=multiple, overlength=overlength)
+    limits: dict[str, Any] = {
+        "max_media_tokens": max_media_tokens,
+        "max_media_bytes": max_media_bytes,
+        "buffer_media_tokens": buffer_media_tokens,
+        "buffer_media_bytes": buffer_media_bytes,
+    }
+    base = PackingPolicy(capacity, multiple=multiple, overlength=overlength, **limits)
     others = around(capacity, multiple=multiple) if capacities is None else [capacity, *capacities]
     for other in others:
         replace(base, capacity=other)
@@ -81,7 +95,8 @@ def plan(
             source, tokenizer=tokenizer, encoder=encoder, group_by=group_by, vision=vision, policy=base, most=sources
         )
     else:
-        for name, option in (("tokenizer", tokenizer), ("encoder", encoder), ("group_by", group_by), ("vision", vision)):
+        unused = {"tokenizer": tokenizer, "encoder": encoder, "group_by": group_by, "vision": vision, **limits}
+        for name, option in unused.items():
             if option is not None:
                 raise ValueError(f"{name}={option!r} is not used with lengths: it goes with a dataset")
         found = Sources.given(source, most=sources)
@@ -106,7 +121,7 @@ def _balance(found: Sources, chosen: Combination, *, ranks: int) -> RankBalance:
     wanted = _FULL_WINDOWS * max(WINDOWS) * chosen.sources // chosen.packs + chosen.policy.buffer_size
     each = min(max(wanted, chosen.sources // ranks), max(chosen.sources, 1))
     stream = found.stream(chosen.policy, count=ranks * each)
-    return rank_balance(chosen.policy, stream.lengths, ranks=ranks, keys=stream.keys)
+    return rank_balance(chosen.policy, stream.lengths, ranks=ranks, keys=stream.keys, media=stream.costs)
 
 
 def _buffer_sizes(sizes: Sequence[int]) -> list[int]:

@@ -111,11 +111,15 @@ def _data(plan: Plan) -> list[str]:
     )
     media = plan.recommendation.combination.media
     if media is not None:
-        share = sum(sources.media_tokens) / sum(sources.lengths)
+        share = sum(cost.tokens for cost in sources.costs) / sum(sources.lengths)
         lines.append(
             f"{share:.0%} of the tokens are placeholders of images; a source holds {size(media.held)} of encoded images and "
             f"positions while it waits, in shuffle and packing buffers, and {size(media.nbytes)} of tensors in its row"
         )
+        if media.beyond:
+            lines.append(
+                f"{media.beyond:.2%} of the sources have more images than a pack may: they are left out (media_budget)"
+            )
     lines.append(
         "fill, tail and alignment are shares of the slots; the oldest wait is in turnovers; ranks is the largest over the mean "
         "attention work in a step; memory is per loader worker"

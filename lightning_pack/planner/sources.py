@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_pack.encoders.base import Encoder
+from lightning_pack.media_budget import MediaCost
+from lightning_pack.planner.stream import LeftOutCount, OverLength, SourceMedia, Stream
 from lightning_pack.policy import OverlengthError, PackingPolicy
 from lightning_pack.policy_checks import check_encoder
 
@@ -19,61 +21,6 @@ if TYPE_CHECKING:
 
 #: A capacity that no source exceeds, so that all are measured whole.
 _UNBOUNDED = 1 << 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOutCount:
-    """How many of the sources that were read cannot be trained on at any capacity, for one reason."""
-
-    reason: str
-    sources: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverLength:
-    """What is longer than a capacity.
-
-    Args:
-        over: share of the sources that are longer.
-        lost: share of the tokens read that are not trained on because of it, 0 to 1.
-    """
-
-    over: float
-    lost: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceMedia:
-    """What images and the like make of a source of the mean.
-
-    Args:
-        held: bytes that it holds in the buffer beyond ids and labels: M-RoPE positions and encoded images.
-        tokens: placeholders.
-        nbytes: of the tensors that its media become.
-        shuffled: samples that wait in the shuffle buffer, with their images.
-    """
-
-    held: float
-    tokens: float
-    nbytes: float
-    shuffled: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """Sources as they enter the buffer of a loader worker under one policy.
-
-    Args:
-        lengths: real tokens of each, none above the capacity.
-        keys: sources with different keys do not share a pack.
-        overlength: what was longer than the capacity.
-        media: of the sources that fit.
-    """
-
-    lengths: list[int] = field(repr=False)
-    keys: list[str | None] = field(repr=False)
-    overlength: OverLength
-    media: SourceMedia | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +37,7 @@ class Sources:
         group_by: field of the records that keeps them apart.
         vision: family of the vision-language model that they are encoded for.
         held: bytes that each holds in the buffer beyond ids and labels; none given means 0 for all, as for lengths alone.
-        media_tokens: placeholders in each.
-        media_bytes: of the tensors that the media of each become.
+        costs: of the media of each; none given means that there are none.
         shuffled: samples in the shuffle buffer of a loader worker.
     """
 
@@ -104,8 +50,7 @@ class Sources:
     group_by: str | None = None
     vision: str | None = None
     held: tuple[int, ...] = field(default=(), repr=False)
-    media_tokens: tuple[int, ...] = field(default=(), repr=False)
-    media_bytes: tuple[int, ...] = field(default=(), repr=False)
+    costs: tuple[MediaCost, ...] = field(default=(), repr=False)
     shuffled: int = 0
 
     @classmethod
@@ -179,19 +124,24 @@ class Sources:
             group_by=group_by,
             vision=vision,
             held=tuple(found.held),
-            media_tokens=tuple(found.media_tokens),
-            media_bytes=tuple(found.media_bytes),
+            costs=tuple(found.media),
             shuffled=data.shuffle_buffer_size,
         )
 
     def media(self, policy: PackingPolicy) -> SourceMedia | None:
         """Means over the sources that a policy admits; None where no source has media."""
-        if not any(self.media_tokens):
+        if not self.has_media:
             return None
         fit = [i for i in range(len(self.lengths)) if self._pieces(i, policy)]
-        means = (sum(values[i] for i in fit) / max(len(fit), 1) for values in (self.held, self.media_tokens, self.media_bytes))
-        held, tokens, nbytes = means
-        return SourceMedia(held=held, tokens=tokens, nbytes=nbytes, shuffled=self.shuffled)
+        values = [(self.held[i], *self.costs[i]) for i in fit] or [(0, 0, 0, 0)]
+        held, tokens, nbytes, encoded = (sum(column) / len(values) for column in zip(*values, strict=True))
+        beyond = sum(self._beyond(i, policy) for i in range(len(self.lengths))) / len(self.lengths)
+        return SourceMedia(held=held, tokens=tokens, nbytes=nbytes, encoded=encoded, beyond=beyond, shuffled=self.shuffled)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there is an image or the like in any source."""
+        return any(cost.tokens for cost in self.costs)
 
     def stream(self, policy: PackingPolicy, *, count: int) -> Stream:
         """At least ``count`` sources as a policy admits them.
@@ -200,15 +150,14 @@ class Sources:
         target left is not known from lengths.
 
         Raises:
-            OverlengthError: under ``overlength="error"``, if a source is longer than the capacity.
+            OverlengthError: under ``overlength="error"``, if a source is longer than the capacity, or its media are more than a
+                pack may have.
             ValueError: if none is short enough.
         """
-        stream = Stream(lengths=[], keys=[], overlength=self.overlength(policy), media=self.media(policy))
+        costs: list[MediaCost] | None = [] if self.has_media else None
+        stream = Stream(lengths=[], keys=[], overlength=self.overlength(policy), media=self.media(policy), costs=costs)
         if not self.fit(policy):
-            raise ValueError(
-                f"none of the {len(self.lengths):,} sources of {self.name} fits into capacity={policy.capacity} (the shortest "
-                f"has {min(self.lengths):,} tokens): raise the capacity, or choose overlength='truncate'"
-            )
+            raise self._none_fits(policy)
         number = 0
         while len(stream.lengths) < count:
             order = np.random.default_rng([policy.seed, number]).permutation(len(self.lengths)).tolist()
@@ -216,6 +165,8 @@ class Sources:
                 pieces = self._pieces(i, policy)
                 stream.lengths.extend(pieces)
                 stream.keys.extend([self.groups[i]] * len(pieces))
+                if costs is not None:
+                    costs.extend([self.costs[i]] * len(pieces))
                 if len(stream.lengths) >= count:
                     break
             number += 1
@@ -229,7 +180,7 @@ class Sources:
         """What is longer than the capacity of a policy.
 
         Raises:
-            OverlengthError: under ``overlength="error"``, if any source is.
+            OverlengthError: under ``overlength="error"``, if any source is, or its media are more than a pack may have.
         """
         lengths = np.array(self.lengths, dtype=np.int64)
         over = lengths > policy.capacity
@@ -238,6 +189,13 @@ class Sources:
                 f"{over.sum():,} of {len(lengths):,} sources of {self.name} are longer than capacity={policy.capacity}, the "
                 f"longest has {lengths.max():,} tokens, and overlength='error' would stop the run there: raise the capacity, "
                 "or choose overlength='drop' or 'truncate' ('split' for plain text)"
+            )
+        beyond = sum(self._beyond(i, policy) for i in range(len(self.lengths)))
+        if policy.overlength == "error" and beyond:
+            raise OverlengthError(
+                f"the images of {beyond:,} of {len(lengths):,} sources of {self.name} are more than {_limits(policy)} of a "
+                "pack, and overlength='error' would stop the run there: raise the limit, make images smaller, or choose "
+                "overlength='drop'"
             )
         lost = np.where(over, lengths, 0)
         if policy.overlength == "truncate":
@@ -260,6 +218,8 @@ class Sources:
     def _pieces(self, index: int, policy: PackingPolicy) -> list[int]:
         """Lengths of what the policy makes of a source."""
         length, capacity = self.lengths[index], policy.capacity
+        if self._beyond(index, policy):
+            return []
         if length <= capacity:
             return [length]
         if policy.overlength == "truncate":
@@ -267,3 +227,25 @@ class Sources:
         if policy.overlength == "split" and self.splittable[index]:
             return [min(capacity, length - start) for start in range(0, length - 1, capacity - 1)]
         return []
+
+    def _beyond(self, index: int, policy: PackingPolicy) -> bool:
+        """Whether the media of a source are more than a pack may have."""
+        return bool(self.costs) and not policy.media_budget.allows(*self.costs[index][:2])
+
+    def _none_fits(self, policy: PackingPolicy) -> ValueError:
+        beyond = sum(self._beyond(i, policy) for i in range(len(self.lengths)))
+        media = f"; the images of {beyond:,} are more than {_limits(policy)}" if beyond else ""
+        way_out = (
+            "raise what is too low, or make images smaller"
+            if self.has_media
+            else "raise the capacity, or choose overlength='truncate'"
+        )
+        return ValueError(
+            f"none of the {len(self.lengths):,} sources of {self.name} fits into capacity={policy.capacity} (the shortest has "
+            f"{min(self.lengths):,} tokens{media}): {way_out}"
+        )
+
+
+def _limits(policy: PackingPolicy) -> str:
+    given = (("max_media_tokens", policy.max_media_tokens), ("max_media_bytes", policy.max_media_bytes))
+    return " or ".join(f"{name}={value}" for name, value in given if value is not None)
