@@ -1,4 +1,4 @@
-"""The configurations of the project: the commands that their first lines tell, and a folder in which these run as they stand."""
+"""Commands that the first lines of each configuration tell, and a folder in which they run as they stand."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def furnish(folder: Path, *, images: bool = False) -> None:
     pairs = zip(question, answers, strict=True)
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
     (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    texts = [answer * (20 if i % 20 == 7 else 1) for i, answer in enumerate(answers)]
+    texts = [answer * (40 if i % 20 == 7 else 1) for i, answer in enumerate(answers)]
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
 

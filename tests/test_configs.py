@@ -1,10 +1,12 @@
-"""Every configuration: what its first lines tell runs as it stands, smaller; what they print parses; what is missing is named."""
+"""Every configuration: the commands of its first lines run, on less data; what it prints parses; what is missing is named."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+import shlex
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ def test_every_file_is_trained_with() -> None:
     assert sorted([*ELSEWHERE, *ALONE, *ON_RANKS]) == NAMES
     for name, test in ELSEWHERE.items():
         module, _, function = test.partition(":")
-        assert name in inspect.getsource(getattr(importlib.import_module(f"tests.{module}"), function)).replace('" / "', "/")
+        assert f'"{name}"' in inspect.getsource(getattr(importlib.import_module(f"tests.{module}"), function))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +111,15 @@ def test_it_trains_and_goes_on_as_its_first_lines_tell(
     rows = 4 * int(ALONE[name].get("trainer.accumulate_grad_batches", 1))
     assert checkpoint["callbacks"]["PackingMonitor"]["total"]["packs"] == rows
     assert "val_loss" in (tmp_path / "runs" / Path(name).stem / "logs" / "version_1" / "metrics.csv").read_text()
-    assert "Packing" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.count("train: no source was left out") == 2
+    if name == "pretraining.yaml":
+        # A document that is split.
+        assert int(re.findall(r"longest ([\d,]+)", printed)[0].replace(",", "")) > ALONE[name]["data.packing.capacity"]
+    if name == "vision.yaml":
+        with tarfile.open(next((tmp_path / "data" / "images").glob("train*.tar"))) as shard:
+            assert any(member.endswith(".png") for member in shard.getnames())
+        assert checkpoint["hyper_parameters"]["lora"]["adapters_only"]
 
 
 def kept(folder: Path) -> dict[str, int]:
@@ -180,6 +190,14 @@ def test_context_parallelism_with_transformer_engine_is_built_as_it_stands(
     assert built.model.hparams["gradient_checkpointing"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in TO_FILL_IN:
+        assert refused("fit", "--config", str(CONFIGS / name)) == 1
+        assert "trainer.accelerator='gpu': torch finds no GPU on this machine" in (error := capsys.readouterr().err)
+        assert "--trainer.accelerator cpu" in error
+
+
 @pytest.mark.parametrize("name", TO_FILL_IN)
 def test_what_has_to_be_given_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -194,7 +212,8 @@ def test_what_has_to_be_given_is_named(
     prepare = next(words for words in commands(name) if words[0] == "prepare")
     (tmp_path / prepare[1]).write_text('{"text": "a"}')
     assert refused(*prepare) == 1
-    assert "tokenizer folder 'path/to/model' does not exist" in capsys.readouterr().err
+    # Of a vision-language model it says that of the image processor.
+    assert re.search(r"(tokenizer|image processor) folder 'path/to/model' does not exist", capsys.readouterr().err)
     if name == "chat.yaml":
         furnish(tmp_path)
         cli.main([*prepare, "--no-progress"])
@@ -203,11 +222,26 @@ def test_what_has_to_be_given_is_named(
         assert "model='path/to/model' is not a local folder with a config.json" in capsys.readouterr().err
 
 
+def test_settings_are_given_as_the_page_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").symlink_to(CONFIGS)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "plan.yaml").write_text("data: {packing: {buffer_size: 64}}")
+    monkeypatch.chdir(tmp_path)
+    block = (CONFIGS / "README.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    *lines, last = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert last[-1] == "--print_config"
+    wider, adapters, planned = (_cli(Built, [*line, "--trainer.accelerator", "cpu"]) for line in lines)
+    assert (wider.datamodule.packing.capacity, wider.trainer.max_steps) == (8192, 300)
+    assert adapters.model.hparams["lora"]["rank"] == 16
+    assert adapters.model.hparams["learning_rate"] == 1e-4
+    assert (planned.datamodule.packing.buffer_size, planned.datamodule.packing.overlength) == (64, "split")
+
+
 def test_the_table_tells_of_every_file_what_the_file_tells() -> None:
     text = (CONFIGS / "README.md").read_text()
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("| [`")]
-    assert [re.sub(r"\[`(.*)`\]\(\1\)", r"\1", row[0]) for row in rows] == sorted(NAMES, key=[*map(str, NAMES)].index)
-    for row in rows:
-        name = re.sub(r"\[`(.*)`\].*", r"\1", row[0])
+    names = [re.sub(r"\[`(.*)`\]\(\1\)", r"\1", row[0]) for row in rows]
+    assert sorted(names) == NAMES
+    for name, row in zip(names, rows, strict=True):
         told = " ".join(next(words for words in commands(name) if words[0] == "fit"))
         assert row[-1] == f"`lightning-pack {told}`"
