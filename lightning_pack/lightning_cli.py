@@ -11,6 +11,8 @@ from traceback import walk_tb
 from typing import Any, TypeVar
 
 from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
@@ -97,6 +99,22 @@ class PackCLI(LightningCLI):
                 f"{path} holds a model with other settings:{values}\nSet them back to what the checkpoint says, or start a "
                 "new run"
             )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer.
+
+        Raises:
+            ValueError: for ``accelerator="gpu"`` where there is none; Lightning's own error names no way out.
+        """
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except MisconfigurationException as error:
+            if "No supported gpu backend found" in str(error):
+                raise ValueError(
+                    "trainer.accelerator='gpu': torch finds no GPU on this machine: install a build of torch for the one it "
+                    "has, or try a small model with --trainer.accelerator cpu"
+                ) from error
+            raise
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
