@@ -64,18 +64,12 @@ def generated(folder: Path, *, sources: int, capacity: int = 2048) -> tuple[Pack
     """A model of a million parameters, and texts of long-tailed lengths (median 20 words) with a tokenizer of their own.
 
     Args:
-        folder: where the data is written.
+        folder: where the data is written, unless it was before.
         sources: texts.
         capacity: of rows, in tokens; longer texts are cut.
     """
-    rng = random.Random(0)
-    words = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(2000)]
-    texts = [" ".join(rng.choices(words, k=min(max(int(rng.lognormvariate(3, 1)), 2), 1000))) for _ in range(sources)]
-    folder.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(texts[:1000], vocab_size=_VOCABULARY).save_pretrained(folder / "tokenizer")
-    file = folder / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare_jsonl(file, folder / "data", tokenizer=folder / "tokenizer", val_fraction=0, progress=False)
+    if not (folder / "data").exists():
+        _write(folder, sources=sources)
     model = {
         "model_type": "llama",
         "vocab_size": _VOCABULARY,
@@ -88,3 +82,14 @@ def generated(folder: Path, *, sources: int, capacity: int = 2048) -> tuple[Pack
     }
     packing = PackingPolicy(capacity=capacity, buffer_size=256, overlength="truncate")
     return PackedCausalLM(model, learning_rate=1e-3), EnergonPackDataModule(folder / "data", packing=packing)
+
+
+def _write(folder: Path, *, sources: int) -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(2000)]
+    texts = [" ".join(rng.choices(words, k=min(max(int(rng.lognormvariate(3, 1)), 2), 1000))) for _ in range(sources)]
+    folder.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(texts[:1000], vocab_size=_VOCABULARY).save_pretrained(folder / "tokenizer")
+    file = folder / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare_jsonl(file, folder / "data", tokenizer=folder / "tokenizer", val_fraction=0, progress=False)

@@ -70,13 +70,16 @@ def _run(benchmark: Benchmark, sizes: Sizes, folder: Path, before: float | None)
     )
 
 
-def run_all(*, out: Path = FOLDER, write: Path | None = None, small: bool = False) -> None:
+def run_all(
+    *, out: Path = FOLDER, write: Path | None = None, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMARKS
+) -> None:
     """Run all benchmarks, and write ``bench.json`` and ``bench.md``.
 
     Args:
         out: folder of these files, which are replaced.
         write: file with a place for the table, see :mod:`lightning_pack.bench.report`.
         small: tiny sizes, to try the run out.
+        benchmarks: in this order.
 
     Raises:
         ValueError: if ``write`` has no place for the table; known before anything is measured.
@@ -87,7 +90,7 @@ def run_all(*, out: Path = FOLDER, write: Path | None = None, small: bool = Fals
     out.mkdir(parents=True, exist_ok=True)
     takes = "less than a minute" if small else "about ten minutes on two cores"
     print(f"This takes {takes}; the machine should have nothing else to do.", file=sys.stderr)
-    report = report_of(small=small)
+    report = report_of(small=small, benchmarks=benchmarks)
     (out / "bench.json").write_text(report.to_json())
     (out / "bench.md").write_text(report.to_markdown())
     print(f"written: {out / 'bench.json'}, {out / 'bench.md'}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -40,9 +39,10 @@ def in_a_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     except EOFError:
         process.join()
         raise BenchProcessError(f"its process ended before it was done, {_ending(process.exitcode)}") from None
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
     finally:
-        if sys.exc_info()[0] is KeyboardInterrupt:
-            process.terminate()
         process.join()
         receiver.close()
     if not succeeded:

@@ -40,4 +40,4 @@ class BenchResult:
 
     def __str__(self) -> str:
         details = f" ({self.details})" if self.details else ""
-        return f"{self.name:26} {self.figure:>9}   {self.what}; {self.better} is better{details}"
+        return f"{self.name:28} {self.figure:>10}   {self.what}; {self.better} is better{details}"

@@ -133,18 +133,20 @@ def measured(benchmark: Benchmark, sizes: Sizes, folder: Path) -> Findings:
     return found
 
 
-def _texts(sizes: Sizes, folder: Path, *, own: str) -> tuple[PackedCausalLM, EnergonPackDataModule]:
+def _texts(sizes: Sizes, folder: Path) -> tuple[PackedCausalLM, EnergonPackDataModule]:
     """Model and data, prepared."""
     if sizes.generated_texts is None:
         model, data = standard_library(folder / "stdlib")
     else:
-        model, data = generated(folder / own, sources=sizes.generated_texts, capacity=sizes.capacity)
+        model, data = generated(
+            folder / f"generated-{sizes.generated_texts}", sources=sizes.generated_texts, capacity=sizes.capacity
+        )
     data.prepare_data()
     return model, data
 
 
 def _training(sizes: Sizes, folder: Path) -> Findings:
-    model, data = _texts(sizes, folder, own="training")
+    model, data = _texts(sizes, folder)
     rows = list(islice(rows_of(data), sizes.rows))
     budget, pad_id = data.packing.capacity * data.packs_per_batch, data.encoder.pad_id
     found = compare_training(model, rows, budget=budget, pad_id=pad_id, turns=sizes.turns)
@@ -152,19 +154,19 @@ def _training(sizes: Sizes, folder: Path) -> Findings:
 
 
 def _lightning(sizes: Sizes, folder: Path) -> Findings:
-    model, data = _texts(sizes, folder, own="lightning")
+    model, data = _texts(sizes, folder)
     found = compare_lightning(model, list(islice(rows_of(data), sizes.rows)), turns=sizes.turns)
     return Findings(results=(found.result,), figures=(found,))
 
 
 def _loader(sizes: Sizes, folder: Path) -> Findings:
-    _, data = _texts(sizes, folder, own="loader")
+    _, data = _texts(sizes, folder)
     found = compare_loader(data, sources=sizes.loaded_sources, turns=sizes.turns)
     return Findings(results=(found.result,), figures=(found,))
 
 
 def _owners(sizes: Sizes, folder: Path) -> Findings:
-    module, data = _texts(sizes, folder, own="owners")
+    module, data = _texts(sizes, folder)
     with owners.threads_of_torch(1):
         runs = owners.runs_of(module, data, rows=sizes.owner_rows, folder=folder / "owners-written")
         speeds = owners.compared(runs, turns=sizes.owner_turns)
@@ -187,7 +189,7 @@ def _bins(sizes: Sizes, folder: Path) -> Findings:
 def _resume(sizes: Sizes, folder: Path) -> Findings:
     # Enough texts for three buffers of all workers.
     count = max(sizes.generated_texts or 0, 5 * sizes.buffer)
-    model, data = generated(folder / "resume", sources=count, capacity=sizes.capacity)
+    model, data = generated(folder / f"generated-{count}", sources=count, capacity=sizes.capacity)
     cost = resume.state_cost(data, sources=sizes.buffer, workers=sizes.resume_workers, turns=sizes.turns)
     every, turns = sizes.checkpoint_every, sizes.turns
     training = resume.compare_checkpoints(model, data, every=every, turns=turns, folder=folder / "checkpoints")
