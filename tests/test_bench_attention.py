@@ -26,7 +26,10 @@ def test_both_sides_give_the_same_and_a_leak_is_noticed(monkeypatch: pytest.Monk
     found = compared("tiny", setting, backend="segments")
     assert found.ours.results == pytest.approx(found.theirs.results, rel=1e-4)
     assert all(abs(value) > 1 for value in found.theirs.results)
-    assert f"{found.speed:6.1f}x as fast" in str(found)
+    speed, memory = found.results
+    assert (speed.name, memory.name) == ("attention/tiny/speed", "attention/tiny/memory")
+    assert (speed.value, speed.better, memory.better) == (found.speed, "more", "less")
+    assert "6 sources in 300 tokens, float32" in speed.details
     assert found.speed == (found.theirs.forward + found.theirs.backward) / (found.ours.forward + found.ours.backward)
 
     class Leaking(SegmentsBackend):
@@ -66,4 +69,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     cli.main(["bench", "attention", "--tokens", "256", "--sources", "4", "--turns", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4 sources in a row of 256 tokens, 8 heads, 2 of keys, of 64, float32 on cpu")
-    assert [line.split()[:2] for line in lines[1:]] == [["equal", "segments"], ["long-tailed", "segments"]]
+    rows = [f"attention/{shape}/{side}" for shape in ("equal", "long-tailed") for side in ("speed", "memory")]
+    assert [line.split()[0] for line in lines[1:]] == rows

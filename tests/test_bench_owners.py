@@ -56,6 +56,11 @@ def test_the_command(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         assert f"{name:26} {found[name]['rate']:8,.0f} real tokens/s" in printed
     assert f"{found[packed[0]]['rate'] / found[padded]['rate']:5.2f}x" in printed
     assert " 1.00x   fill" in printed
+    for way in packed:
+        ratio = found[way]["rate"] / found[padded]["rate"]
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"owners/{found[way]['way']} ")]
+        assert line.split()[1] == f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+        assert f"{way}, against padded batches; more is better" in line
     for arguments, message in (
         (["--rows", "1"], "--rows 1: at least 2 is needed"),
         (["--turns", "0"], "--turns 0: at least 1 is needed"),
@@ -122,7 +127,7 @@ def test_no_turn_begins_that_would_take_too_long() -> None:
             self.turns: list[int] = []
 
         def __iter__(self) -> Iterator[OwnerRun]:
-            yield OwnerRun("slow", self.run)
+            yield OwnerRun("slow", "slowly", self.run)
 
         def run(self, turn: int) -> Meter:
             self.turns.append(turn)
@@ -138,7 +143,7 @@ def test_no_turn_begins_that_would_take_too_long() -> None:
 
 
 def test_figures_of_other_tokens_are_refused(config: Path, tmp_path: Path) -> None:
-    run, meter = OwnerRun("padded", lambda turn: meter), Meter()
+    run, meter = OwnerRun("padded", "padded", lambda turn: meter), Meter()
     meter.real, meter.slots, meter.times = [10, 20], [20, 20], [0.0, 1.0, 3.0]
     assert checked(run, meter, tokens=30).rate == 10
     with pytest.raises(RuntimeError, match="padded: 30 real tokens were trained on, and there are 31"):

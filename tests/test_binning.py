@@ -625,7 +625,11 @@ def test_packers_give_the_same_in_every_process() -> None:
 def test_bench_bins_compares_every_packer(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "bins", "--sets", "A", "C", "--counts", "50", "1000", "--turns", "1"])
     lines = capsys.readouterr().out.splitlines()
+    *lines, adversary, long_tailed, mixture = lines
     assert len(lines) == 5 * (2 + len(packers()))
+    assert adversary.startswith("bins/adversary ")
+    assert [line.split()[:2] for line in (long_tailed, mixture)] == [["bins/A", "0.00%"], ["bins/C", "0.00%"]]
+    assert "best_fit_decreasing 0.73%, next fit 23.72%; 1,000 lengths" in mixture
     assert lines[0] == "the adversary, 300 lengths, capacity 4,096: at least 90 bins"
     heads = [line for line in lines if line.startswith("set ")]
     assert [head.split(",")[0] for head in heads] == ["set A", "set A", "set C", "set C"]

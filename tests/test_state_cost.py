@@ -186,9 +186,11 @@ def test_bench_resume_prints_every_figure(capsys: pytest.CaptureFixture[str]) ->
         assert len(ratios) == 3
         assert all(figure > 0 for figure in (size, each, share, save, cold, *ratios))
         assert size > 16 * 1024 > each
-    (trained,) = [line for line in lines if line.startswith("checkpoints ")]
+    (trained,) = [line for line in lines if line.startswith("resume/checkpoints ")]
     assert float(trained.split()[1].removesuffix("x")) > 0
     assert "one checkpoint in 2 steps against none" in trained
+    assert [line.split()[0] for line in lines[-3:]] == ["resume/state", "resume/first-row", "resume/checkpoints"]
+    assert "32 sources in each of 2 buffers, 1 workers" in lines[-2]
 
 
 @pytest.mark.parametrize("option", [["--buffers", "0"], ["--workers", "-1"], ["--every", "0"], ["--turns", "0"]])

@@ -8,11 +8,10 @@ the same outputs and gradients.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_pack.attention import SegmentsBackend, THDInputs, TransformerEngineBackend, VarlenBackend
 from lightning_pack.attention.backends import Backend
+from lightning_pack.bench.processes import in_a_process
+from lightning_pack.bench.result import BenchResult
 
 _BACKENDS: dict[str, Callable[[], Backend]] = {
     "segments": SegmentsBackend,
@@ -56,6 +57,10 @@ class AttentionSetting:
         """Tokens of the row."""
         return sum(self.lengths)
 
+    def shaped(self, lengths: Callable[[int, int], tuple[int, ...]]) -> AttentionSetting:
+        """As many tokens and sources, with other lengths."""
+        return replace(self, lengths=lengths(self.total, len(self.lengths)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost:
@@ -76,9 +81,18 @@ class AttentionCost:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionComparison:
-    """Both sides of one setting."""
+    """Both sides of one setting.
+
+    Args:
+        name: of the lengths.
+        row: that was computed, in words.
+        backend: that computes by boundaries.
+        ours: what it takes.
+        theirs: what the full mask takes.
+    """
 
     name: str
+    row: str
     backend: str
     ours: AttentionCost
     theirs: AttentionCost
@@ -93,11 +107,30 @@ class AttentionComparison:
         """Peak memory as a share of that of the full mask; not a number where that found all it needed in memory at hand."""
         return self.ours.peak / self.theirs.peak if self.theirs.peak else float("nan")
 
-    def __str__(self) -> str:
-        sides = " against ".join(
-            f"{cost.forward:.3g} + {cost.backward:.3g} s, {cost.peak / 2**20:,.0f} MiB" for cost in (self.ours, self.theirs)
+    @property
+    def results(self) -> tuple[BenchResult, BenchResult]:
+        """Rows of the table."""
+        what = f"attention by boundaries ({self.name} lengths, {self.backend}) against a mask over the row"
+        times = [f"{cost.forward:.3g} + {cost.backward:.3g} s" for cost in (self.ours, self.theirs)]
+        peaks = [f"{cost.peak / 2**20:,.0f} MiB" for cost in (self.ours, self.theirs)]
+        return (
+            BenchResult(
+                name=f"attention/{self.name}/speed",
+                what=f"{what}, speed",
+                value=self.speed,
+                unit="x",
+                better="more",
+                details=f"forward + backward in {' against '.join(times)}; {self.row}",
+            ),
+            BenchResult(
+                name=f"attention/{self.name}/memory",
+                what=f"{what}, peak memory",
+                value=self.memory,
+                unit="share",
+                better="less",
+                details=f"{' against '.join(peaks)}; {self.row}",
+            ),
         )
-        return f"{self.name:12} {self.backend:10} {self.speed:6.1f}x as fast, {self.memory:4.0%} of the memory   {sides}"
 
 
 def equal_lengths(total: int, sources: int) -> tuple[int, ...]:
@@ -110,6 +143,10 @@ def uneven_lengths(total: int, sources: int) -> tuple[int, ...]:
     drawn = np.random.default_rng(0).lognormal(0, 1, sources)
     ends = np.rint(np.cumsum(drawn) / drawn.sum() * (total - sources)).astype(int)
     return tuple(int(length) + 1 for length in np.diff(ends, prepend=0))
+
+
+#: Lengths of the sources of a row, by name.
+SHAPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"equal": equal_lengths, "long-tailed": uneven_lengths}
 
 
 def compared(name: str, setting: AttentionSetting, *, backend: str) -> AttentionComparison:
@@ -125,12 +162,18 @@ def compared(name: str, setting: AttentionSetting, *, backend: str) -> Attention
                 f"{name}: {backend} and the full mask differ (output, then gradients of query, key and value): "
                 f"{ours.results} against {theirs.results}"
             )
-    return AttentionComparison(name=name, backend=backend, ours=ours, theirs=theirs)
+    row = f"{len(setting.lengths)} sources in {setting.total:,} tokens, {setting.dtype}"
+    return AttentionComparison(name=name, row=row, backend=backend, ours=ours, theirs=theirs)
+
+
+def both(setting: AttentionSetting, *, backend: str = "segments") -> Iterator[AttentionComparison]:
+    """Each of :data:`SHAPES`, with as many tokens and sources as the setting has."""
+    for name, lengths in SHAPES.items():
+        yield compared(name, setting.shaped(lengths), backend=backend)
 
 
 def _in_a_process(side: str, setting: AttentionSetting) -> AttentionCost:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, (side, replace(setting, threads=setting.threads or torch.get_num_threads())))
+    return in_a_process(measured, side, replace(setting, threads=setting.threads or torch.get_num_threads()))
 
 
 def measured(side: str, setting: AttentionSetting) -> AttentionCost:
@@ -247,14 +290,14 @@ def main(args: Sequence[str]) -> None:
         f"torch {torch.__version__}; forward + backward and peak, against a full mask",
         flush=True,
     )
-    for name, lengths in (("equal", equal_lengths), ("long-tailed", uneven_lengths)):
-        setting = AttentionSetting(
-            lengths=lengths(options.tokens, options.sources),
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            head_size=options.head_size,
-            dtype=options.dtype,
-            device=options.device,
-            turns=options.turns,
-        )
-        print(compared(name, setting, backend=options.backend), flush=True)
+    setting = AttentionSetting(
+        lengths=equal_lengths(options.tokens, options.sources),
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        head_size=options.head_size,
+        dtype=options.dtype,
+        device=options.device,
+        turns=options.turns,
+    )
+    for found in both(setting, backend=options.backend):
+        print(*found.results, sep="\n", flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_pack.bench.result import BenchResult
 from lightning_pack.binning import Groups, get_packer, lower_bound, packers
 
 
@@ -36,6 +37,7 @@ def _mixture(rng: np.random.Generator, count: int) -> np.ndarray:
 #: Length -> how many: 60 bins of 2050 + 1026 + 1020 and 30 of 2 x 1028 + 2 x 1020 are exactly full, 90 in all.
 ADVERSARY = {2050: 60, 1028: 60, 1026: 60, 1020: 120}
 ADVERSARY_CAPACITY = 4096
+NEXT_FIT = "next fit"
 
 
 #: How the lengths of each set are drawn, and the capacity of its bins, in tokens.
@@ -57,6 +59,9 @@ class BinsOfPacker:
     """What one packer makes of one set.
 
     Args:
+        set_name: of the lengths.
+        count: how many.
+        capacity: of a bin, in tokens.
         packer: its name.
         bins: how many it made.
         bound: how many there must be at least.
@@ -64,6 +69,9 @@ class BinsOfPacker:
         seconds: that packing took.
     """
 
+    set_name: str
+    count: int
+    capacity: int
     packer: str
     bins: int
     bound: int
@@ -100,7 +108,7 @@ def next_fit(lengths: Sequence[int], capacity: int) -> Groups:
     return groups
 
 
-def measured(lengths: list[int], capacity: int, *, turns: int) -> Iterator[BinsOfPacker]:
+def measured(name: str, lengths: list[int], capacity: int, *, turns: int) -> Iterator[BinsOfPacker]:
     """The baseline first, then every registered packer.
 
     Raises:
@@ -108,7 +116,7 @@ def measured(lengths: list[int], capacity: int, *, turns: int) -> Iterator[BinsO
     """
     bound = lower_bound(lengths, capacity)
     baseline = len(next_fit(lengths, capacity))
-    for name, packer in [("next fit", next_fit), *((name, get_packer(name)) for name in packers())]:
+    for way, packer in [(NEXT_FIT, next_fit), *((way, get_packer(way)) for way in packers())]:
         fastest = float("inf")
         for _ in range(turns):
             started = time.process_time()
@@ -117,8 +125,43 @@ def measured(lengths: list[int], capacity: int, *, turns: int) -> Iterator[BinsO
         if sorted(index for group in groups for index in group) != list(range(len(lengths))) or any(
             sum(lengths[index] for index in group) > capacity for group in groups
         ):
-            raise RuntimeError(f"{name} does not give every source once, in bins of at most {capacity} tokens")
-        yield BinsOfPacker(packer=name, bins=len(groups), bound=bound, baseline=baseline, seconds=fastest)
+            raise RuntimeError(f"{way} does not give every source once, in bins of at most {capacity} tokens")
+        yield BinsOfPacker(
+            set_name=name,
+            count=len(lengths),
+            capacity=capacity,
+            packer=way,
+            bins=len(groups),
+            bound=bound,
+            baseline=baseline,
+            seconds=fastest,
+        )
+
+
+def compared(sets: Sequence[str], counts: Sequence[int], *, turns: int) -> Iterator[BinsOfPacker]:
+    """The adversary, then so many lengths of each set, by every packer."""
+    adversary = [length for length, count in ADVERSARY.items() for _ in range(count)]
+    yield from measured("adversary", adversary, ADVERSARY_CAPACITY, turns=turns)
+    for name in sets:
+        for count in counts:
+            yield from measured(name, *drawn(name, count), turns=turns)
+
+
+def results_of(found: Sequence[BinsOfPacker]) -> Iterator[BenchResult]:
+    """Rows of the table: of each set, with most lengths, what ``minimum_bin_slack`` makes of it."""
+    most = {line.set_name: max(each.count for each in found if each.set_name == line.set_name) for line in found}
+    for name, count in most.items():
+        ways = {line.packer: line for line in found if (line.set_name, line.count) == (name, count)}
+        best, quick, simple = (ways[way] for way in ("minimum_bin_slack", "best_fit_decreasing", NEXT_FIT))
+        yield BenchResult(
+            name=f"bins/{name}",
+            what=f"rows above the fewest there can be, minimum_bin_slack, {'set ' if name in SETS else 'the '}{name}",
+            value=best.gap,
+            unit="share",
+            better="less",
+            details=f"best_fit_decreasing {quick.gap:.2%}, next fit {simple.gap:.2%}; {count:,} lengths in "
+            f"{best.seconds:.3f} s ({quick.seconds:.3f} s)",
+        )
 
 
 def main(args: Sequence[str]) -> None:
@@ -137,15 +180,14 @@ def main(args: Sequence[str]) -> None:
         for value in values:
             if value < 1:
                 parser.error(f"--{name} {value}: at least 1 is needed")
-    adversary = [length for length, count in ADVERSARY.items() for _ in range(count)]
-    tasks = [(f"set {name}", *drawn(name, count)) for name in options.sets for count in options.counts]
     found = []
-    for name, lengths, capacity in [("the adversary", adversary, ADVERSARY_CAPACITY), *tasks]:
-        bound = lower_bound(lengths, capacity)
-        print(f"{name}, {len(lengths):,} lengths, capacity {capacity:,}: at least {bound:,} bins", flush=True)
-        for line in measured(lengths, capacity, turns=options.turns):
-            print(f"  {line}", flush=True)
-            found.append({"lengths": name, "count": len(lengths), **asdict(line), "gap": line.gap})
+    for line in compared(options.sets, options.counts, turns=options.turns):
+        if line.packer == NEXT_FIT:
+            name = f"set {line.set_name}" if line.set_name in SETS else f"the {line.set_name}"
+            print(f"{name}, {line.count:,} lengths, capacity {line.capacity:,}: at least {line.bound:,} bins", flush=True)
+        print(f"  {line}", flush=True)
+        found.append(line)
+    print(*results_of(found), sep="\n", flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        options.out.write_text(json.dumps([{**asdict(line), "gap": line.gap} for line in found], indent=2) + "\n")
         print(f"written: {options.out}")

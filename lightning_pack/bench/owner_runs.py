@@ -29,6 +29,10 @@ from lightning_pack.policy import PackingPolicy
 from lightning_pack.policy_checks import refuse_media
 from lightning_pack.source import EncodedSource
 
+#: In the order in which they run.
+WAYS = ("while-reading", "ahead", "over-batches", "each-batch", "grouped", "padded")
+#: The one that all others are compared with.
+PADDED = WAYS[-1]
 #: Batches that :func:`~lightning_pack.collated.pack_loader` chooses from.
 WINDOW = 8
 
@@ -92,6 +96,9 @@ class _Tokens:
 class OwnerRun(NamedTuple):
     """One way to make batches. Turns differ in the order of the sources."""
 
+    #: Short, one of :data:`WAYS`.
+    way: str
+    #: In words.
     name: str
     #: Turn -> what held the batches, and when.
     run: Callable[[int], Meter]
@@ -155,12 +162,12 @@ class OwnerRuns:
 
     def __iter__(self) -> Iterator[OwnerRun]:
         """The owners, then padded batches."""
-        yield OwnerRun("packed while reading", self._online)
-        yield OwnerRun("packed ahead, replayed", self._offline)
-        yield OwnerRun(f"packed over {WINDOW} batches", self._over_batches)
-        yield OwnerRun("packed in each batch", self._in_each_batch)
-        yield OwnerRun("padded, grouped by length", partial(self._padded, grouped=True))
-        yield OwnerRun("padded", partial(self._padded, grouped=False))
+        yield OwnerRun("while-reading", "packed while reading", self._online)
+        yield OwnerRun("ahead", "packed ahead, replayed", self._offline)
+        yield OwnerRun("over-batches", f"packed over {WINDOW} batches", self._over_batches)
+        yield OwnerRun("each-batch", "packed in each batch", self._in_each_batch)
+        yield OwnerRun("grouped", "padded, grouped by length", partial(self._padded, grouped=True))
+        yield OwnerRun(PADDED, "padded", partial(self._padded, grouped=False))
 
     def _online(self, turn: int) -> Meter:
         data = self._data
@@ -246,21 +253,21 @@ def checked(run: OwnerRun, meter: Meter, *, tokens: int) -> Meter:
     return meter
 
 
-def turns_of(runs: OwnerRuns, *, turns: int, seconds: float) -> dict[str, list[Meter]]:
-    """What the turns of each run gave, by its name; runs take turns, so that a busy machine hurts all alike.
+def turns_of(runs: OwnerRuns, *, turns: int, seconds: float = float("inf")) -> dict[str, list[Meter]]:
+    """What the turns of each run gave, by its way; runs take turns, so that a busy machine hurts all alike.
 
     Args:
         runs: to be measured.
         turns: at most; there is one at least.
         seconds: after which all should be done: no turn begins that would take longer, if it took as long as the longest.
     """
-    meters: dict[str, list[Meter]] = {run.name: [] for run in runs}
+    meters: dict[str, list[Meter]] = {run.way: [] for run in runs}
     started, longest = time.perf_counter(), 0.0
     for turn in range(turns):
         begun = time.perf_counter()
         if turn and begun - started + longest > seconds:
             break
         for run in runs:
-            meters[run.name].append(checked(run, run.run(turn), tokens=runs.tokens))
+            meters[run.way].append(checked(run, run.run(turn), tokens=runs.tokens))
         longest = max(longest, time.perf_counter() - begun)
     return meters

@@ -15,7 +15,8 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,10 @@ from statistics import median
 import torch
 
 from lightning_pack.bench.configuration import configured, generated
-from lightning_pack.bench.owner_runs import Meter, OwnerRuns, turns_of
+from lightning_pack.bench.owner_runs import Meter, OwnerRun, OwnerRuns, turns_of
+from lightning_pack.bench.result import BenchResult
+from lightning_pack.datamodule import EnergonPackDataModule
+from lightning_pack.module import PackedCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,8 @@ class OwnerSpeed:
     """What one way to make batches gives.
 
     Args:
-        name: of the way.
+        way: short, one of :data:`~lightning_pack.bench.owner_runs.WAYS`.
+        name: in words.
         rate: real tokens per second, the median of the turns.
         rates: of each turn.
         fill: real tokens per token that the model computes, pads included.
@@ -39,6 +44,7 @@ class OwnerSpeed:
         largest_step: tokens of the largest batch, pads included.
     """
 
+    way: str
     name: str
     rate: float
     rates: tuple[float, ...]
@@ -47,12 +53,13 @@ class OwnerSpeed:
     largest_step: int
 
     @classmethod
-    def of(cls, name: str, meters: Sequence[Meter]) -> OwnerSpeed:
+    def of(cls, run: OwnerRun, meters: Sequence[Meter]) -> OwnerSpeed:
         """From its turns."""
         rates = tuple(meter.rate for meter in meters)
         real, slots = sum(sum(meter.real) for meter in meters), sum(sum(meter.slots) for meter in meters)
         return cls(
-            name=name,
+            way=run.way,
+            name=run.name,
             rate=median(rates),
             rates=rates,
             fill=real / slots,
@@ -69,9 +76,43 @@ class OwnerSpeed:
         )
 
 
-def compared(runs: OwnerRuns, *, turns: int, seconds: float) -> list[OwnerSpeed]:
+def compared(runs: OwnerRuns, *, turns: int, seconds: float = float("inf")) -> list[OwnerSpeed]:
     """Every way, padded batches last; see :func:`~lightning_pack.bench.owner_runs.turns_of`."""
-    return [OwnerSpeed.of(name, meters) for name, meters in turns_of(runs, turns=turns, seconds=seconds).items()]
+    meters = turns_of(runs, turns=turns, seconds=seconds)
+    return [OwnerSpeed.of(run, meters[run.way]) for run in runs]
+
+
+def results_of(speeds: Sequence[OwnerSpeed]) -> Iterator[BenchResult]:
+    """Rows of the table: every way against padded batches, which come last."""
+    padded = speeds[-1]
+    for speed in speeds[:-1]:
+        yield BenchResult(
+            name=f"owners/{speed.way}",
+            what=f"training under the Trainer, loading included: {speed.name}, against padded batches",
+            value=speed.rate / padded.rate,
+            unit="x",
+            better="more",
+            details=f"fill {speed.fill:.0%} against {padded.fill:.0%}; largest step {speed.largest_step:,} against "
+            f"{padded.largest_step:,} tokens; {speed.rate:,.0f} against {padded.rate:,.0f} real tokens/s",
+        )
+
+
+@contextmanager
+def threads_of_torch(number: int) -> Iterator[None]:
+    """Within, torch uses so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def runs_of(module: PackedCausalLM, data: EnergonPackDataModule, *, rows: int, folder: Path) -> OwnerRuns:
+    """The runs of one model and prepared data; see :class:`~lightning_pack.bench.owner_runs.OwnerRuns`."""
+    module.configure_model()
+    assert module.model is not None
+    return OwnerRuns(module.model, data, rows=rows, folder=folder)
 
 
 def main(args: Sequence[str]) -> None:
@@ -99,12 +140,8 @@ def main(args: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("This takes some minutes; the machine should have nothing else to do.", file=sys.stderr)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
+    with threads_of_torch(options.threads):
         speeds = _printed(options)
-    finally:
-        torch.set_num_threads(threads)
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(speed) for speed in speeds], indent=2) + "\n")
         print(f"written: {options.out}")
@@ -119,9 +156,7 @@ def _printed(options: argparse.Namespace) -> list[OwnerSpeed]:
         else:
             module, data = configured(options.config)
         data.prepare_data()
-        module.configure_model()
-        assert module.model is not None
-        runs = OwnerRuns(module.model, data, rows=options.rows, folder=folder / "written")
+        runs = runs_of(module, data, rows=options.rows, folder=folder / "written")
         print(
             f"{options.config or 'generated texts'}: {options.rows} rows of {data.packing.capacity:,} tokens, "
             f"{len(runs.sources):,} sources, padded batches of {runs.batch_size}; loader workers: {runs.workers}, "
@@ -132,4 +167,5 @@ def _printed(options: argparse.Namespace) -> list[OwnerSpeed]:
         print(f"median of {len(speeds[-1].rates)} turns")
         for speed in speeds:
             print(speed.line(speeds[-1]), flush=True)
+        print(*results_of(speeds), sep="\n", flush=True)
     return speeds

@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pack.bench.comparison import Comparison
 from lightning_pack.bench.configuration import configured, generated
+from lightning_pack.bench.result import BenchResult
 from lightning_pack.bench.training import Clock
 from lightning_pack.callbacks import PackedAttention, PackingMonitor
 from lightning_pack.datamodule import EnergonPackDataModule
@@ -75,6 +76,28 @@ class StateCost:
             f"state      {self.sources:5} sources, {self.workers} workers: {self.size:7,} bytes ({each}), saved in "
             f"{1e3 * self.save:.1f} ms; first row in {self.cold:.2f} s cold, resumed {ratios}"
         )
+
+
+def results_of(cost: StateCost) -> Iterator[BenchResult]:
+    """Rows of the table."""
+    setting = f"{cost.sources:,} sources in each of 2 buffers, {cost.workers} workers"
+    yield BenchResult(
+        name="resume/state",
+        what="what a position in a checkpoint takes for each source that waits in a buffer",
+        value=cost.size / cost.buffered,
+        unit="bytes",
+        better="less",
+        details=f"{setting}: {cost.size:,} bytes, saved in {1e3 * cost.save:.1f} ms",
+    )
+    where, slowest = max(cost.resumed.items(), key=lambda each: each[1])
+    yield BenchResult(
+        name="resume/first-row",
+        what="time to the first row of a resumed run against a cold start",
+        value=slowest / cost.cold,
+        unit="x",
+        better="less",
+        details=f"{setting}: {slowest:.2f} s {where}, {cost.cold:.2f} s cold",
+    )
 
 
 class _Saved(NamedTuple):
@@ -205,7 +228,8 @@ def compare_checkpoints(
         raise RuntimeError("no checkpoint was saved")
     ours, theirs = (sum(min(run[step + 1] - run[step] for run in runs) for step in range(1, every + 1)) for runs in sides)
     note = f"one checkpoint in {every} steps against none"
-    return Comparison(name="checkpoints", ours=every / ours, theirs=every / theirs, unit="rows", note=note)
+    what = "training with checkpoints against training without"
+    return Comparison(name="resume/checkpoints", what=what, ours=every / ours, theirs=every / theirs, unit="rows", note=note)
 
 
 def main(args: Sequence[str]) -> None:
@@ -241,8 +265,11 @@ def main(args: Sequence[str]) -> None:
             f"fastest of {options.turns} turns",
             flush=True,
         )
+        largest: list[BenchResult] = []
         for workers in options.workers:
             for sources in options.buffers:
-                print(state_cost(data, sources=sources, workers=workers, turns=options.turns), flush=True)
-        comparison = compare_checkpoints(model, data, every=options.every, turns=options.turns, folder=folder / "checkpoints")
-        print(comparison, flush=True)
+                cost = state_cost(data, sources=sources, workers=workers, turns=options.turns)
+                largest = list(results_of(cost))
+                print(cost, flush=True)
+        training = compare_checkpoints(model, data, every=options.every, turns=options.turns, folder=folder / "checkpoints")
+        print(*largest, training.result, sep="\n", flush=True)

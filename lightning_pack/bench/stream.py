@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_pack.bench.bins import SETS, drawn, next_fit
+from lightning_pack.bench.result import BenchResult
 from lightning_pack.bench.stream_loader import loaded
 from lightning_pack.binning import Groups, lower_bound
 from lightning_pack.energon.sampling import MOST_SAMPLED
@@ -27,6 +28,7 @@ from lightning_pack.simulation import simulate
 
 _BUFFER_SIZES = (16, 64, 256, 1024)
 _BALANCED_SET = "A"
+NEXT_FIT, FLUSHED = "next fit", "flush, best-fit decreasing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,8 @@ def measured(name: str, *, count: int, buffer_sizes: Sequence[int]) -> Iterator[
     for size in buffer_sizes:
         way = partial(StreamFill, set_name=name, buffer_size=size, sources=len(lengths))
         for baseline, loop in (
-            ("next fit", partial(next_fit, lengths, capacity)),
-            ("flush, best-fit decreasing", partial(flushed, lengths, capacity, buffer_size=size)),
+            (NEXT_FIT, partial(next_fit, lengths, capacity)),
+            (FLUSHED, partial(flushed, lengths, capacity, buffer_size=size)),
         ):
             started = time.process_time()
             rows = len(loop())
@@ -120,6 +122,35 @@ def balanced(*, count: int, ranks: int) -> RankBalance:
     """The work of ranks that pack ``count`` lengths each, by exact fill through a buffer of 256."""
     lengths, capacity = drawn(_BALANCED_SET, count * ranks)
     return rank_balance(PackingPolicy(capacity, algorithm="exact_fill"), lengths, ranks=ranks)
+
+
+def results_of(lines: Sequence[StreamFill], balance: RankBalance) -> Iterator[BenchResult]:
+    """Rows of the table: of each set and buffer what "auto" makes of it, then the work of ranks."""
+    settings = dict.fromkeys((line.set_name, line.buffer_size) for line in lines)
+    for name, size in settings:
+        ways = {line.name: line for line in lines if (line.set_name, line.buffer_size) == (name, size)}
+        (auto,) = [line for way, line in ways.items() if way.startswith("auto")]
+        assert auto.oldest is not None
+        yield BenchResult(
+            name=f"stream/{name}/{size}",
+            what=f"fill of rows that are packed as sources are read, set {name}, buffer of {size:,} sources",
+            value=auto.fill,
+            unit="share",
+            better="more",
+            details=f"{ways[FLUSHED].fill:.2%} by whole buffers and {ways[NEXT_FIT].fill:.2%} by next fit; {auto.sources:,} "
+            f"lengths, {auto.name}, oldest {auto.oldest:.1f} turnovers, {auto.rate:,.0f} sources/s",
+        )
+    first, *others = balance.windows
+    yield BenchResult(
+        name="stream/ranks",
+        what=f"attention work of the busiest rank against the mean, window of {first.window} packs",
+        value=first.imbalance,
+        unit="x",
+        better="less",
+        details=f"{balance.unbalanced:.2f}x as rows come, "
+        + "".join(f"{other.imbalance:.2f}x with {other.window} packs, " for other in others)
+        + f"{balance.ranks} ranks, {balance.steps:,} steps",
+    )
 
 
 def main(args: Sequence[str]) -> None:
@@ -166,6 +197,7 @@ def main(args: Sequence[str]) -> None:
     )
     for window in balance.windows:
         print(f"  balance='quadratic', window {window.window:4}: {window.imbalance:.2f}")
+    print(*results_of(lines, balance), sep="\n", flush=True)
     if options.out is not None:
         options.out.write_text(
             json.dumps(

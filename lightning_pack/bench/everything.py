@@ -1,0 +1,106 @@
+"""``lightning-pack bench --all``: every benchmark, one after the other, as one table."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from lightning_pack.bench.machine import Machine, commit, load, threads, versions
+from lightning_pack.bench.processes import in_a_process
+from lightning_pack.bench.report import BenchReport, BenchRun, check_place, write_between
+from lightning_pack.bench.suite import BENCHMARKS, SMALL, Benchmark, Sizes, measured
+
+#: Where figures go unless told otherwise.
+FOLDER = Path("runs/bench")
+
+
+def report_of(*, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMARKS) -> BenchReport:
+    """Run benchmarks, each in a process of its own. Lines go to stdout, progress to stderr; one that fails does not end it.
+
+    Args:
+        small: tiny sizes, to try the run out.
+        benchmarks: in this order.
+    """
+    sizes = SMALL if small else Sizes()
+    date, runs = datetime.now(timezone.utc).isoformat(timespec="seconds"), []
+    # Before measuring, so that what was measured is what is told, whatever happens to the files meanwhile.
+    of_packages, of_clone = versions(), commit()
+    with tempfile.TemporaryDirectory(prefix="lightning-pack-bench-") as folder:
+        for number, benchmark in enumerate(benchmarks, 1):
+            before = load()
+            told = "" if before is None else f" (load {before:.1f})"
+            print(f"[{number}/{len(benchmarks)}] {benchmark.name}: {benchmark.what}{told}", file=sys.stderr, flush=True)
+            run = _run(benchmark, sizes, Path(folder), before)
+            print(f"        {run.seconds:.0f} s" if run.error is None else f"        {run.error}", file=sys.stderr, flush=True)
+            for result in run.results:
+                print(result, flush=True)
+            runs.append(run)
+    return BenchReport(
+        date=date,
+        small=small,
+        sizes=sizes,
+        machine=Machine.here(),
+        threads=threads(),
+        versions=of_packages,
+        commit=of_clone,
+        runs=tuple(runs),
+    )
+
+
+def _run(benchmark: Benchmark, sizes: Sizes, folder: Path, before: float | None) -> BenchRun:
+    started = time.perf_counter()
+    results, figures, error = (), (), None
+    try:
+        found = in_a_process(measured, benchmark, sizes, folder) if benchmark.separate else measured(benchmark, sizes, folder)
+        results, figures = found.results, found.figures
+    except Exception as failure:
+        error = str(failure) or type(failure).__name__
+    return BenchRun(
+        name=benchmark.name,
+        what=benchmark.what,
+        seconds=time.perf_counter() - started,
+        load=before,
+        results=results,
+        figures=figures,
+        error=error,
+    )
+
+
+def run_all(
+    *, out: Path = FOLDER, write: Path | None = None, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMARKS
+) -> None:
+    """Run all benchmarks, and write ``bench.json`` and ``bench.md``.
+
+    Args:
+        out: folder of these files, which are replaced.
+        write: file with a place for the table, see :mod:`lightning_pack.bench.report`.
+        small: tiny sizes, to try the run out.
+        benchmarks: in this order.
+
+    Raises:
+        ValueError: if ``write`` has no place for the table; known before anything is measured.
+        SystemExit: with 1 if a benchmark failed; all others are in the table.
+    """
+    if write is not None:
+        check_place(write)
+    out.mkdir(parents=True, exist_ok=True)
+    takes = "less than a minute" if small else "about ten minutes on two cores"
+    print(f"This takes {takes}; the machine should have nothing else to do.", file=sys.stderr)
+    report = report_of(small=small, benchmarks=benchmarks)
+    (out / "bench.json").write_text(report.to_json())
+    (out / "bench.md").write_text(report.to_markdown())
+    print(f"written: {out / 'bench.json'}, {out / 'bench.md'}")
+    if report.warning is not None:
+        print(f"warning: {report.warning}", file=sys.stderr)
+    if report.failed:
+        # A table with holes does not replace one without.
+        kept = "" if write is None else f"; {write} is left as it is"
+        print(f"lightning-pack: error: failed: {', '.join(report.failed)}{kept}", file=sys.stderr)
+        sys.exit(1)
+    if write is not None:
+        write_between(write, report.to_markdown())
+        print(f"written: {write}")
