@@ -19,7 +19,8 @@ from lightning_pack.media import MediaStore
 from lightning_pack.offline.manifest import DECIDE_MEDIA_ROWS, DECIDE_ROWS, Manifest, global_policy
 from lightning_pack.offline.processes import run_tasks
 from lightning_pack.offline.row_writer import PackedSources, is_written
-from lightning_pack.offline.source_store import Part, SourceStore, encode_part, number_of_parts
+from lightning_pack.offline.source_encoding import encode_part
+from lightning_pack.offline.source_store import Part, SourceStore, number_of_parts
 from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import RESUMED, Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
@@ -144,8 +145,8 @@ def prepack(
     if media and not isinstance(encoder, MediaStore):
         raise ValueError(
             f"{type(encoder).__name__} gives images or the like, and rows that are written ahead hold them as files: give it "
-            "the methods files_of and with_files of lightning_pack.media.MediaStore, or pack while training (fit on the dataset "
-            "itself)"
+            "the methods files_of and with_files of lightning_pack.media.MediaStore, or pack while training (fit on the "
+            "dataset itself)"
         )
     options = StreamOptions(path=source, encoder=encoder, policy=policy, on_damaged=on_damaged)
     counts = {split: _samples(source, split) for split in _chosen(source, splits)}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import os
 import tarfile
@@ -26,6 +25,7 @@ import numpy as np
 
 from lightning_pack.boundaries import shown_offsets
 from lightning_pack.media import MediaFile
+from lightning_pack.offline.media_members import media_members, read_media_members
 from lightning_pack.source import IGNORE
 
 #: Version of the members of a row of tokens, and of one with media.
@@ -106,11 +106,10 @@ class Row:
             "group": self.group,
             "tokens": _hash(array.getvalue()),
         }
-        content = {}
+        content: dict[str, bytes] = {}
         if self.files is not None:
-            named = _named(self.files)
-            said |= {"format": MEDIA_ROW_FORMAT, "media": [[_said(name, file) for name, file in each] for each in named]}
-            content = {name: file.content for each in named for name, file in each}
+            about, content = media_members(self.files)
+            said |= {"format": MEDIA_ROW_FORMAT, "media": about}
         return {"json": _json(said | {"check": _hash(_json(said))}), "npy": array.getvalue(), **content}
 
     @classmethod
@@ -134,7 +133,7 @@ class Row:
             raise DamagedRowError(f"its JSON cannot be read ({type(e).__name__})") from e
         if check != _hash(_json(said)):
             raise DamagedRowError("its JSON is not what was written: the hash differs")
-        known = {ROW_FORMAT: _FIELDS, MEDIA_ROW_FORMAT: _FIELDS | {"media"}}
+        known: dict[Any, set[str]] = {ROW_FORMAT: _FIELDS, MEDIA_ROW_FORMAT: _FIELDS | {"media"}}
         if set(said) != known.get(said.get("format")):
             raise DamagedRowError(
                 f"its format is {said.get('format')!r}, this version reads {ROW_FORMAT} and {MEDIA_ROW_FORMAT}"
@@ -143,7 +142,7 @@ class Row:
         try:
             if _hash(parts["npy"]) != said["tokens"]:
                 raise DamagedRowError("its tokens are not what was written: the hash differs")
-            files, broken = (None, {}) if "media" not in said else _read_files(said["media"], parts)
+            files, broken = (None, {}) if "media" not in said else read_media_members(said["media"], parts)
             row = cls(
                 split=said["split"],
                 number=said["row"],
@@ -195,34 +194,6 @@ class Row:
         starts = np.array([start for start, length in zip(real, lengths, strict=False) if length], dtype=np.int64)
         if len(starts) and (tokens[1, starts] != IGNORE).any():
             raise DamagedRowError("the first token of a source is a target, which would be predicted from another source")
-
-
-def _named(files: Sequence[Sequence[MediaFile]]) -> list[list[tuple[str, MediaFile]]]:
-    """Files with the extension that each has in the shard: they are numbered through the row."""
-    number = itertools.count()
-    return [[(f"{next(number)}.{file.kind}", file) for file in each] for each in files]
-
-
-def _said(name: str, file: MediaFile) -> dict[str, Any]:
-    return {"name": name, "tokens": file.tokens, "nbytes": file.nbytes, "check": file.check}
-
-
-def _read_files(said: Sequence[Sequence[Any]], parts: Mapping[str, Any]) -> tuple[list[list[MediaFile]], dict[int, str]]:
-    """The files of each source, and what is wrong with those that are not what was written."""
-    files: list[list[MediaFile]] = []
-    broken: dict[int, str] = {}
-    for place, each in enumerate(said):
-        files.append([])
-        for one in each:
-            content = parts.get(one["name"])
-            if content is None:
-                broken.setdefault(place, f"its file {one['name']} is missing")
-                content = b""
-            kind = one["name"].partition(".")[2]
-            files[-1].append(MediaFile(content, kind=kind, tokens=one["tokens"], nbytes=one["nbytes"]))
-            if files[-1][-1].check != one["check"]:
-                broken.setdefault(place, f"its file {one['name']} is not what was written: the hash differs")
-    return files, broken
 
 
 def _json(value: Any) -> bytes:
