@@ -208,8 +208,9 @@ class Manifest:
                 f"{name} has format {state.get('format')!r}, this version reads {FORMAT} and {MEDIA_FORMAT}: {_RESTORE}"
             )
         try:
-            state = {"media": False} | state
-            values = {f.name: state[f.name] for f in fields(cls)}
+            values: dict[str, Any] = {f.name: state[f.name] for f in fields(cls) if f.default is MISSING}
+            # Rows that were written before there were images say nothing of them.
+            values["media"] = state.get("media", False)
             values["splits"] = {split: SplitStatistics.of(each) for split, each in state["splits"].items()}
             found = cls(**values)
             found.policy()

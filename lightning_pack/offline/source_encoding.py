@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,13 +66,10 @@ def encode_part(part: Part, options: StreamOptions) -> int:
         file.flush()
         os.fsync(file.fileno())
     said = {"left_out": gone, "groups": list(names), "files": number_of_files, "file_bytes": file_bytes}
+    arrays: dict[str, Any] = {name: np.array(values, dtype=COLUMNS[name]) for name, values in columns.items()}
+    arrays |= {"said": np.frombuffer(json.dumps(said).encode(), dtype=np.uint8), "end": np.int64(end)}
     array = io.BytesIO()
-    np.savez(
-        array,
-        said=np.frombuffer(json.dumps(said).encode(), dtype=np.uint8),
-        end=np.int64(end),
-        **{name: np.array(values, dtype=COLUMNS[name]) for name, values in columns.items()},
-    )
+    np.savez(array, **arrays)
     unfinished = part.index.with_suffix(".partial")
     unfinished.write_bytes(array.getvalue())
     unfinished.replace(part.index)
