@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 from torch import Tensor
 
 from lightning_pack import EnergonPackDataModule, PackedAttention, PackedBatch, PackedCausalLM, PackingPolicy
@@ -32,7 +33,9 @@ from tests.test_vision_stream import REASONS, TRUNCATED, faulty_samples
 from tests.test_vision_training import Curve
 from tests.tiny_models import quiet_trainer
 from tests.tiny_vision import (
+    chat,
     image_processor,
+    picture,
     sample,
     vision_config,
     vision_encoder,
@@ -350,6 +353,26 @@ def test_the_command_writes_them_and_the_folder_brings_all_that_is_needed(
         assert batch.media
     main(["prepack", "--verify", str(out)])
     assert "boundaries, images and labels are those" in capsys.readouterr().out
+
+
+def test_images_beside_a_file_go_into_the_rows(folder: Path, tmp_path: Path) -> None:
+    at = tmp_path / "data"
+    at.mkdir()
+    lines = []
+    for i in range(6):
+        (at / f"{i}.png").write_bytes(picture(i))
+        lines.append(json.dumps({"images": [f"{i}.png" if i != 3 else "none.png"], **chat(i, 1)}))
+    (at / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    CrudeJsonlDatasetFactory.prepare_dataset(at / "chats.jsonl")
+    made = prepack(at / "chats.jsonl", tmp_path / "rows", capacity=CAPACITY, vision="qwen3_vl", tokenizer=folder, workers=0)
+    assert {reason: each.sources for reason, each in made.manifest.splits["train"].left_out.items()} == {"image": 1}
+    shutil.rmtree(at)
+    given = apart(one_pass(made.path))
+    assert len(given) == 5
+    for key, held in given:
+        i = int(key.rpartition("/")[2])
+        expected = vision_encoder()("a", {"images": [picture(i)], **chat(i, 1)}).completed()
+        assert torch.equal(held["pixel_values"], expected.media["pixel_values"])
 
 
 def test_another_image_processor_or_family_is_refused(rows: Path, folder: Path, tmp_path: Path) -> None:
