@@ -29,6 +29,7 @@ from lightning_pack.location import location
 from lightning_pack.offline.agreement import DEFAULT_CAPACITY, given_settings, refuse_other_tokens, replayed
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
+from lightning_pack.offline.row_media import row_image_processor, row_media
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.policy_checks import check_encoder
@@ -50,10 +51,11 @@ class EnergonPackDataModule(pl.LightningDataModule):
     :class:`~lightning_pack.PackedBatch`.
 
     A folder that ``lightning-pack prepack`` wrote is recognised, and its rows come as they are, one to a batch, in an order
-    that ``seed`` draws. ``packing``, ``tokenizer``, ``encoder`` and ``group_by`` may then be left out; what is given must be
-    what the rows were made with, also where its value is the default, except ``packing.balance`` and ``packing.window``, which
-    only order them. (A policy of ``dataclasses.replace``, or of a command line other than ``lightning-pack``, gives every
-    setting; of such a one those count that do not have their default.)
+    that ``seed`` draws. ``packing``, ``tokenizer``, ``vision``, ``encoder`` and ``group_by`` may then be left out; what is
+    given must be what the rows were made with, also where its value is the default, except ``packing.balance`` and
+    ``packing.window``, which only order them. (A policy of ``dataclasses.replace``, or of a command line other than
+    ``lightning-pack``, gives every setting; of such a one those count that do not have their default.) Images in rows are
+    processed when a row is read, by the image processor that came along with it, or lies beside ``tokenizer``.
 
     Args:
         path: prepared dataset folder, ``.jsonl`` file or metadataset ``.yaml``; on a disk, or ``msc://PROFILE/...`` in an
@@ -166,7 +168,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.storage_retry = storage_retry
         self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
         self._given_tokenizer = tokenizer is not None
-        self._encoder = encoder
+        self._tokenizer_folder = tokenizer if isinstance(tokenizer, str | Path) else None
+        self._encoder = self._given_encoder = encoder
         #: Of rows that are replayed.
         self._row_encoder: RowEncoder | None = None
         self._group_by = group_by
@@ -263,18 +266,28 @@ class EnergonPackDataModule(pl.LightningDataModule):
         manifest = Manifest.read(path)
         if manifest is None:
             return None
+        encoder = self._given_encoder
+        # Beside the tokenizer that is given, or that came along with the rows.
+        folder = self._tokenizer_folder or f"{path.rstrip('/')}/tokenizer"
+        image_processor = row_image_processor(path, manifest, encoder=encoder, folder=folder)
         policy = replayed(
             path,
             manifest,
             packing=self._packing,
             given=self.given_packing,
             multiple=self.parallel.multiple,
-            encoder=self._encoder,
+            encoder=encoder,
             tokenizer=self.tokenizer if self._given_tokenizer else None,
             group_by=self._group_by,
             packs_per_batch=self.packs_per_batch,
+            vision=self._vision,
+            image_processor=image_processor,
         )
-        return RowEncoder(manifest), policy
+        if not manifest.media:
+            return RowEncoder(manifest), policy
+        tokenizer = self.tokenizer if encoder is None else None
+        media = row_media(path, manifest, encoder=encoder, image_processor=image_processor, tokenizer=tokenizer)
+        return RowEncoder(manifest, media=media), policy
 
     def _set_up_training(self) -> None:
         trainer = self.trainer

@@ -6,8 +6,11 @@ placeholder by their order alone. Until a source is in a row its media may be :c
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +39,43 @@ class Deferred(Protocol):
         Raises:
             LeaveOut: if they cannot be made; that source alone is left out then.
         """
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """One of a source's media as the data had it, such as the content of an image file.
+
+    Args:
+        content: of the file.
+        kind: its format, such as ``"png"``: lower-case letters and digits.
+        tokens: placeholders that stand for it.
+        nbytes: of the tensors that it becomes.
+    """
+
+    content: bytes = field(repr=False)
+    kind: str
+    tokens: int
+    nbytes: int
+
+    @cached_property
+    def check(self) -> str:
+        """Hash of the content."""
+        return hashlib.sha256(self.content).hexdigest()[:16]
+
+
+@runtime_checkable
+class MediaStore(Protocol):
+    """Takes the media of sources apart into files, and puts them together again; rows that are written ahead hold the files."""
+
+    def files_of(self, source: EncodedSource) -> list[MediaFile]:
+        """The media of a source that was just encoded, in the order of their placeholders.
+
+        Raises:
+            LeaveOut: if they cannot be read.
+        """
+
+    def with_files(self, source: EncodedSource, files: Sequence[MediaFile]) -> EncodedSource:
+        """The source as it was encoded, from one that has its tokens and labels alone, and its files (none for text)."""
 
 
 def joined(parts: Sequence[tuple[str, Media]]) -> tuple[Media, dict[str, list[int]]]:

@@ -137,5 +137,5 @@ def refuse_media(encoder: Any, what: str) -> None:
     if getattr(encoder, "has_media", False):
         raise ValueError(
             f"{what} hold tokens and no images, and {type(encoder).__name__} gives images: pack while training (fit on the "
-            "dataset itself)"
+            "dataset itself), or write rows from the dataset ('lightning-pack prepack')"
         )

@@ -470,7 +470,7 @@ def test_a_manifest_that_cannot_be_read_is_an_error(copied: Path) -> None:
     text = (copied / "manifest.json").read_text()
     for changed, said in (
         (text[:-30], "is damaged"),
-        (text.replace('"format": 1', '"format": 9'), "has format 9, this version reads 1"),
+        (text.replace('"format": 1', '"format": 9'), "has format 9, this version reads 1 and 2"),
         (text.replace('"pad_id"', '"pad"'), r"is damaged \(KeyError: 'pad_id'\)"),
     ):
         assert changed != text

@@ -12,7 +12,7 @@ from megatron.energon.epathlib import EPath
 from lightning_pack.encoders import LeaveOut, VisionChatEncoder
 from lightning_pack.energon import storage
 from lightning_pack.energon.outage import StorageError, StorageRetry
-from lightning_pack.energon.task_encoder import PackTaskEncoder
+from lightning_pack.energon.task_encoder import tried
 from tests.object_store import Proxy, Server, write_configuration
 from tests.test_vision_encoder import IMAGE, with_messages
 from tests.tiny_vision import picture, vision_encoder
@@ -52,8 +52,8 @@ def test_images_in_a_store(proxy: Proxy) -> None:
     proxy.set_mode("refused")
     # Neither when its size is asked for nor when it is decoded.
     with pytest.raises(StorageError, match="msc://away"):
-        PackTaskEncoder._tried("far", lambda: encoder("far", with_messages(named)))
+        tried("far", lambda: encoder("far", with_messages(named)))
     with pytest.raises(StorageError, match="msc://away"):
-        PackTaskEncoder._tried("far", source.completed)
+        tried("far", source.completed)
     proxy.set_mode("pass")
     assert torch.equal(source.completed().media["pixel_values"], expected.media["pixel_values"])

@@ -16,7 +16,6 @@ from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy, pl
 from lightning_pack.encoders import VisionChatEncoder
 from lightning_pack.energon.position import Buffer, StagePosition
 from lightning_pack.energon.task_encoder import PackTaskEncoder
-from lightning_pack.offline import prepack
 from lightning_pack.source import EncodedSource, Pack
 from tests.test_exact_position import through_a_file
 from tests.test_vision_rows import same_row
@@ -333,11 +332,6 @@ def test_settings_that_do_not_apply_are_refused(shards: Path, tmp_path: Path) ->
         PackingPolicy(64, max_media_tokens=9, min_bins=2, carry_over=False)
     with pytest.raises(ValueError, match="vision='qwen3_vl' makes an encoder from the folder"):
         EnergonPackDataModule(shards, vision="qwen3_vl", encoder=vision_encoder())
-
-
-def test_rows_that_are_written_ahead_hold_no_images(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="written ahead hold tokens and no images, and VisionChatEncoder gives images"):
-        prepack(shards, tmp_path / "rows", capacity=192, encoder=vision_encoder())
 
 
 def test_a_jsonl_file_with_paths_beside_it(tmp_path: Path) -> None:

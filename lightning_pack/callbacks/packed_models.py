@@ -16,7 +16,7 @@ from lightning_pack.attention.positions import require_positions
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.media_parameters import MediaParameters
 from lightning_pack.context import ContextSlice
-from lightning_pack.encoders import VisionChatEncoder
+from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.encoders.vision_checks import check_model
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
@@ -79,12 +79,13 @@ class PackedModels:
         if self._active:
             return
         choices = [(model, self._choose(trainer, model)) for model in find_models(pl_module)]
-        encoder = getattr(getattr(trainer, "datamodule", None), "encoder", None)
-        if isinstance(encoder, VisionChatEncoder):
+        # Of rows that were written ahead too.
+        images = getattr(getattr(getattr(trainer, "datamodule", None), "encoder", None), "images", None)
+        if isinstance(images, ImageReader):
             # A text model may stand beside the one that sees.
             seeing = [model for model, _ in choices if hasattr(model.config, "vision_config")]
             for model in seeing or [choices[0][0]]:
-                check_model(encoder, model.config, model=type(model).__name__)
+                check_model(images, model.config, model=type(model).__name__)
         findings = [finding for model, choice in choices for finding in inspect_model(model, backend=choice.backend)]
         if findings:
             raise ModelRefusedError("packed rows are not safe with this model. " + " | ".join(map(str, findings)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,37 +14,15 @@ from lightning_pack.encoders.chat import ChatEncoder, TemplateValue
 from lightning_pack.encoders.families import VisionFamily, vision_family
 from lightning_pack.encoders.image_parts import read_image_chat
 from lightning_pack.encoders.image_processor import image_processor_fingerprint, load_image_processor
+from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.encoders.images import EncodedImage
 from lightning_pack.encoders.tokenizer import load_tokenizer
 from lightning_pack.encoders.vision_checks import check_image_processor, check_template, known_token
-from lightning_pack.media import nbytes
+from lightning_pack.media import MediaFile
 from lightning_pack.source import IGNORE, EncodedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class DeferredImages:
-    """The images of one source, still encoded."""
-
-    encoder: VisionChatEncoder
-    images: tuple[EncodedImage, ...]
-    #: Placeholders of each.
-    tokens: tuple[int, ...]
-
-    @property
-    def held(self) -> int:
-        """Bytes of the files that are in memory."""
-        return sum(image.held for image in self.images)
-
-    def complete(self, source: EncodedSource) -> EncodedSource:
-        """The source with its pixels and M-RoPE positions.
-
-        Raises:
-            LeaveOut: as ``image``, if an image cannot be decoded or is not as large as its header says.
-        """
-        return self.encoder.processed(source, self.images, self.tokens)
 
 
 class VisionChatEncoder:
@@ -107,6 +84,8 @@ class VisionChatEncoder:
         self._image_root = None if image_root is None else str(image_root)
         self._group_by = group_by
         self.image_token_id = known_token(self.tokenizer, self.family)
+        #: What is done with images, whoever wrote the chat.
+        self.images = ImageReader(processor, self.family, self.image_token_id)
         vocabulary = self.tokenizer.get_vocab()
         self._refused = {vocabulary[token]: token for token in self.family.other_media_tokens if token in vocabulary}
         check_image_processor(self.image_processor, self.family)
@@ -137,8 +116,8 @@ class VisionChatEncoder:
         if not len(short):
             raise LeaveOut("empty", f"sample {key!r} becomes no tokens", "no messages")
         self._check_placeholders(key, short, images)
-        sizes = [self._size(image) for image in images]
-        tokens = tuple(size.tokens for size in sizes)
+        sizes = [self.images.size(image) for image in images]
+        tokens = [size.tokens for size in sizes]
         times = torch.ones_like(short)
         times[short == self.image_token_id] = torch.tensor(tokens, dtype=torch.int64)
         input_ids = short.repeat_interleave(times)
@@ -149,41 +128,19 @@ class VisionChatEncoder:
             raise LeaveOut("no_targets", f"no token of sample {key!r} is the assistant's")
         if self._group_by is not None and record.get(self._group_by) is not None:
             source.group = str(record[self._group_by])
-        if images:
-            source.deferred = DeferredImages(self, tuple(images), tokens)
-            source.media_tokens = sum(tokens)
-            source.media_bytes = sum(size.nbytes for size in sizes)
-        elif self.family.positions is not None:
-            source.mrope = torch.arange(len(input_ids)).expand(3, -1)
-        return source
+        return self.images.attached(source, images, sizes)
 
-    def processed(self, source: EncodedSource, images: Sequence[EncodedImage], tokens: Sequence[int]) -> EncodedSource:
-        """The source with the tensors of its images, which have so many tokens each.
+    def files_of(self, source: EncodedSource) -> list[MediaFile]:
+        """The images of a source that was just encoded, as their files are.
 
         Raises:
-            LeaveOut: as ``image``, if an image cannot be decoded or is not as large as its header says.
+            LeaveOut: as ``image``, if one cannot be read.
         """
-        try:
-            media = self._tensors(images)
-        except LeaveOut as error:
-            raise LeaveOut(error.reason, f"sample {source.key!r}: {error}", error.problem) from error
-        grids = media[self.family.grid]
-        merge_size = self.image_processor.merge_size
-        made = [int(count) // merge_size**2 for count in grids.prod(-1)]
-        if made != list(tokens):
-            raise LeaveOut(
-                "image",
-                f"sample {source.key!r}: its images became {made} tokens, but by their headers they have {list(tokens)}: a "
-                "file changed while the run was reading it, or the image processor's get_number_of_image_patches is not exact",
-                "image size changed",
-            )
-        positions = self.family.positions
-        mrope = (
-            None
-            if positions is None
-            else positions(source.input_ids, grids, image_token_id=self.image_token_id, merge_size=merge_size)
-        )
-        return replace(source, media=media, mrope=mrope, deferred=None, media_bytes=nbytes(media))
+        return self.images.files_of(source)
+
+    def with_files(self, source: EncodedSource, files: Sequence[MediaFile]) -> EncodedSource:
+        """The source as it was encoded, from one that has its tokens and labels alone, and its image files."""
+        return self.images.with_files(source, files)
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly where the same chat and images give the same tokens, targets and pixels."""
@@ -195,20 +152,6 @@ class VisionChatEncoder:
             "image_processor": image_processor_fingerprint(self.image_processor),
             "group_by": self._group_by,
         }
-
-    def _tensors(self, images: Sequence[EncodedImage]) -> dict[str, Tensor]:
-        pixels = [image.decoded() for image in images]
-        encoded = self.image_processor(images=pixels, return_tensors="pt")
-        return {name: encoded[name] for name in self.family.tensors}
-
-    def _size(self, image: EncodedImage) -> Any:
-        height, width = image.size()
-        try:
-            return self.family.size(self.image_processor, height, width)
-        except ValueError as error:
-            raise LeaveOut(
-                "image", f"image {image.name!r} of {height} x {width} pixels is refused: {error}", "image size refused"
-            ) from error
 
     def _check_placeholders(self, key: str, ids: Tensor, images: Sequence[EncodedImage]) -> None:
         found = int((ids == self.image_token_id).sum())

@@ -13,7 +13,7 @@ from lightning_pack.media import nbytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightning_pack.encoders.vision_chat import VisionChatEncoder
+    from lightning_pack.encoders.image_reader import ImageReader
 
 #: Width and height of an image that is processed on trial.
 _PROBED = (90, 70)
@@ -74,18 +74,18 @@ def check_image_processor(processor: Any, family: VisionFamily) -> None:
         )
 
 
-def check_model(encoder: VisionChatEncoder, config: Any, *, model: str) -> None:
+def check_model(images: ImageReader, config: Any, *, model: str) -> None:
     """Compare what an encoder makes of images with the configuration of the model that takes them.
 
     Args:
-        encoder: of the data.
+        images: what is done with those of the data.
         config: of the model.
         model: its name, for messages.
 
     Raises:
         ValueError: naming the setting that differs, with both values.
     """
-    family, kind = encoder.family, getattr(config, "model_type", None)
+    family, kind = images.family, getattr(config, "model_type", None)
     vision, text = getattr(config, "vision_config", None), config.get_text_config()
     if vision is None:
         raise ValueError(
@@ -99,12 +99,12 @@ def check_model(encoder: VisionChatEncoder, config: Any, *, model: str) -> None:
             "with its tokenizer and image processor"
         )
     token = getattr(config, "image_token_id", None)
-    if token != encoder.image_token_id:
+    if token != images.image_token_id:
         raise ValueError(
-            f"the encoder writes images as token {encoder.image_token_id}, and image_token_id of {model} is {token}: "
+            f"the encoder writes images as token {images.image_token_id}, and image_token_id of {model} is {token}: "
             "set image_token_id in the model's configuration, or take tokenizer and model of one vision-language model"
         )
-    processor = encoder.image_processor
+    processor = images.image_processor
     for ours, theirs in (
         ("patch_size", "patch_size"),
         ("merge_size", "spatial_merge_size"),

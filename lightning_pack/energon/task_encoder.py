@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.energon import (
     Cooker,
@@ -39,6 +39,7 @@ from lightning_pack.row import PackedBatch
 from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 logger = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 
 
 def _make_cheap(buffer: SavableSampleBuffer[Sample]) -> None:
@@ -62,6 +63,23 @@ def _make_cheap(buffer: SavableSampleBuffer[Sample]) -> None:
         return FlexState(__class__=type(buffer).__name__, _restore_keys=list(buffer._restore_keys))
 
     buffer.worker_start, buffer.save_state = refill, save
+
+
+def tried(key: str, make: Callable[[], _Made]) -> _Made | str:
+    """What is made of a sample, or the reason why it cannot be."""
+    try:
+        return make()
+    except LeaveOut as e:
+        reason, why = e.reason, str(e)
+    except (*SYSTEM_EXCEPTIONS, TemplateError, StorageError):
+        # A fault of the set-up, which every sample would have, or of the store.
+        raise
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        reason, why = "corrupt", str(e)
+    except Exception as e:
+        reason, why = "encoder_error", f"{type(e).__name__}: {e}"
+    logger.info("sample %r is left out (%s): %s", key, reason, why)
+    return reason
 
 
 class PackTaskEncoder(DefaultTaskEncoder):
@@ -103,9 +121,9 @@ class PackTaskEncoder(DefaultTaskEncoder):
         self._whereabouts = whereabouts or Whereabouts()
         self._reading: Reading | None = None
         self._seed_of: tuple[WorkerConfig, int] | None = None
-        self._record_of: Callable[[Sample], Any] = parts_of if getattr(encoder, "reads_parts", False) else record_of
-        if getattr(encoder, "has_media", False):
-            self._record_of = media_record_of
+        self._record_of: Callable[[Sample], Any] = media_record_of if getattr(encoder, "has_media", False) else record_of
+        if getattr(encoder, "reads_parts", False):
+            self._record_of = parts_of
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         if isinstance(dataset.dataset, CrudeJsonlDatasetFactory):
@@ -132,25 +150,8 @@ class PackTaskEncoder(DefaultTaskEncoder):
         if self._seed_of is None or self._seed_of[0] is not worker:
             self._seed_of = worker, worker.worker_seed()
         seed_for(number_of(sample.__restore_key__), seed=self._seed_of[1])
-        found = self._tried(key, lambda: self.encoder(key, self._record_of(sample)))
+        found = tried(key, lambda: self.encoder(key, self._record_of(sample)))
         return found if isinstance(found, EncodedSource) else EncodedSource.dropped(key, found)
-
-    @staticmethod
-    def _tried(key: str, make: Callable[[], EncodedSource]) -> EncodedSource | str:
-        """What is made, or the reason why it cannot be."""
-        try:
-            return make()
-        except LeaveOut as e:
-            reason, why = e.reason, str(e)
-        except (*SYSTEM_EXCEPTIONS, TemplateError, StorageError):
-            # A fault of the set-up, which every sample would have, or of the store.
-            raise
-        except (UnicodeDecodeError, json.JSONDecodeError) as e:
-            reason, why = "corrupt", str(e)
-        except Exception as e:
-            reason, why = "encoder_error", f"{type(e).__name__}: {e}"
-        logger.info("sample %r is left out (%s): %s", key, reason, why)
-        return reason
 
     def select_samples_to_pack(
         self, samples: list[EncodedSource], *, ages: Sequence[int] | None = None, final: bool = True
@@ -180,7 +181,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
             return pack
         sources, ages, left_out = [], [], list(pack.left_out)
         for source, age in zip(pack.sources, pack.ages or [0] * len(pack.sources), strict=True):
-            found = self._tried(source.key, source.completed)
+            found = tried(source.key, source.completed)
             if isinstance(found, EncodedSource):
                 sources.append(found)
                 ages.append(age)

@@ -7,7 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_pack.encoders import Encoder, tokenizer_fingerprint
-from lightning_pack.offline.manifest import DECIDE_ROWS, Manifest, ManifestError
+from lightning_pack.encoders.image_processor import image_processor_fingerprint
+from lightning_pack.offline.manifest import DECIDE_MEDIA_ROWS, DECIDE_ROWS, Manifest, ManifestError
 from lightning_pack.offline.replay import ReplayPolicy
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.prepare.result import flat
@@ -29,6 +30,8 @@ def replayed(
     tokenizer: Any,
     group_by: str | None,
     packs_per_batch: int,
+    vision: str | None = None,
+    image_processor: Any = None,
 ) -> ReplayPolicy:
     """The policy that gives rows as they are, where all that is given agrees with how they were made.
 
@@ -42,6 +45,8 @@ def replayed(
         tokenizer: that is given, loaded.
         group_by: that is given.
         packs_per_batch: packs in a row.
+        vision: family that is given.
+        image_processor: that rows with images are to be read with, where no encoder is given.
 
     Raises:
         ManifestError: naming each setting that differs, with both values.
@@ -59,6 +64,10 @@ def replayed(
     then = flat({"encoder": manifest.encoder})
     if group_by is not None:
         now["encoder.group_by"] = group_by
+    if vision is not None:
+        now["encoder.family"] = vision
+    if image_processor is not None:
+        now |= flat({"encoder": {"image_processor": image_processor_fingerprint(image_processor)}})
     if now and not then:
         lines.append("  encoder: not known for these rows, which were converted; leave tokenizer and encoder out")
         now = {}
@@ -113,7 +122,9 @@ def _packing(manifest: Manifest, packing: PackingPolicy, given: Collection[str])
         name, value = setting.name, getattr(packing, setting.name)
         if name in _ORDER or name not in given:
             continue
-        if name not in DECIDE_ROWS:
+        if name in DECIDE_MEDIA_ROWS and not manifest.media:
+            lines.append(f"  packing.{name}: not used with rows of tokens alone, {value!r} now")
+        elif name not in (*DECIDE_ROWS, *DECIDE_MEDIA_ROWS):
             lines.append(f"  packing.{name}: not used with rows that are decided, {value!r} now")
         elif name not in manifest.packing:
             lines.append(f"  packing.{name}: not known for these rows, which were converted, {value!r} now")

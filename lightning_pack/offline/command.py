@@ -48,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     rules.add_argument("--min-bins", type=int, metavar="N", help="least number of rows of each split")
     rules.add_argument("--bins-multiple-of", type=int, metavar="N", help="of the number of rows of each split (default: 1)")
     rules.add_argument("--delta", type=int, metavar="N", help="with balanced_greedy_knapsack (default: 0)")
+    rules.add_argument("--max-media-tokens", type=int, metavar="N", help="most placeholders of images in a row")
+    rules.add_argument("--max-media-bytes", type=int, metavar="N", help="most bytes of the pixels of a row")
     rules.add_argument("--seed", type=int, metavar="N", help="of the order of the rows (default: 0)")
     reading = parser.add_argument_group("reading and writing")
     reading.add_argument(
@@ -56,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         help="megatron-bridge writes Parquet files for Megatron-Bridge too, in OUT/megatron-bridge (default: rows)",
     )
     reading.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: 'tokenizer' inside the dataset)")
+    reading.add_argument(
+        "--vision",
+        metavar="FAMILY",
+        help="chats have images, for a vision-language model such as qwen3_vl (the tokenizer's folder has an image processor)",
+    )
     reading.add_argument("--group-by", metavar="FIELD", help="records that differ in this field do not share a row")
     reading.add_argument("--splits", nargs="+", metavar="NAME", help="to write (default: those of train, val, test there are)")
     reading.add_argument("--workers", type=int, metavar="N", help="processes; 0 works in this one (default: 2)")
@@ -93,6 +100,8 @@ def main(args: list[str]) -> None:
 
     form = options.pop("format", "rows")
     if form == "megatron-bridge":
+        if "vision" in options:
+            parser.error("--format megatron-bridge has no place for images: it is not used with --vision")
         # Before hours of encoding, if what it needs is not installed.
         from lightning_pack.offline.megatron_bridge import need_parquet, write_parquet
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from lightning_pack.policy import PackingPolicy
 from lightning_pack.prepare.result import flat
 
 #: File that only a complete folder of rows holds, what it says of its kind, and the version of its content.
-MANIFEST, KIND, FORMAT = "manifest.json", "lightning-pack packed rows", 1
+#: Rows with media have a version of their own, which those that know of tokens alone refuse.
+MANIFEST, KIND, FORMAT, MEDIA_FORMAT = "manifest.json", "lightning-pack packed rows", 1, 2
 #: Fields of the policy that decide rows when all lengths are known; the others are about a buffer, or about an order.
 DECIDE_ROWS = (
     *("capacity", "algorithm", "multiple", "width", "overlength", "max_sources", "fixed_boundaries"),
     *("min_bins", "bins_multiple_of", "delta", "seed"),
 )
+#: And, where sources have media, these.
+DECIDE_MEDIA_ROWS = ("max_media_tokens", "max_media_bytes")
 _EXAMPLES = 3
 #: A folder is never replaced for what cannot be read as a manifest.
 _RESTORE = "restore it, or remove the folder yourself and write the rows again"
@@ -65,6 +68,9 @@ class SplitStatistics:
         lower_bound: rows that no packing can do without; 0 where rows were decided elsewhere.
         left_out: by reason; of the writing only, and not told again in every epoch.
         shards: by name, in order.
+        files: images and the like.
+        file_bytes: of them, as they are stored.
+        media_tokens: placeholders of them, among the tokens.
     """
 
     sources: int
@@ -76,6 +82,9 @@ class SplitStatistics:
     lower_bound: int
     left_out: Mapping[str, LeftOutSources] = field(default_factory=dict)
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    files: int = 0
+    file_bytes: int = 0
+    media_tokens: int = 0
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SplitStatistics:
@@ -84,7 +93,9 @@ class SplitStatistics:
             "left_out": {reason: LeftOutSources(**each) for reason, each in state["left_out"].items()},
             "shards": {name: Shard(**each) for name, each in state["shards"].items()},
         }
-        return cls(**{f.name: state[f.name] for f in fields(cls)} | inner)
+        # Rows that were written before there were images say nothing of them.
+        said = {f.name: state[f.name] for f in fields(cls) if f.name in state or f.default is MISSING}
+        return cls(**said | inner)
 
     @property
     def fill(self) -> float:
@@ -115,6 +126,9 @@ class SplitStatistics:
         )
         if self.lower_bound:
             text += f", {self.gap:.2%} above the lower bound of {self.lower_bound:,} rows"
+        if self.files:
+            share = self.media_tokens / max(self.tokens, 1)
+            text += f"\n  {self.files:,} images of {self.file_bytes / 2**20:,.1f} MiB, {share:.0%} of the tokens"
         for reason, gone in self.left_out.items():
             text += f"\n  left out as {reason}: {gone.sources:,} ({gone.tokens:,} tokens), such as {', '.join(gone.examples)}"
         return text
@@ -142,6 +156,7 @@ class Manifest:
         versions: what of the libraries decided the order of reading, when the rows were written.
         pad_id: fills gaps.
         splits: statistics and shards.
+        media: whether rows hold images or the like.
     """
 
     origin: str
@@ -151,6 +166,7 @@ class Manifest:
     versions: Mapping[str, Any]
     pad_id: int
     splits: Mapping[str, SplitStatistics]
+    media: bool = False
 
     def settings(self) -> dict[str, Any]:
         """What decides the content, flat: the same settings give the same rows."""
@@ -164,7 +180,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the file, in one step."""
-        state: dict[str, Any] = {"kind": KIND, "format": FORMAT} | asdict(self)
+        state: dict[str, Any] = {"kind": KIND, "format": MEDIA_FORMAT if self.media else FORMAT} | asdict(self)
         for name, split in self.splits.items():
             derived = {"fill": round(split.fill, 6), "tail": split.tail, "gap_to_lower_bound": round(split.gap, 6)}
             state["splits"][name] = derived | state["splits"][name]
@@ -187,10 +203,14 @@ class Manifest:
             raise ManifestError(f"{name} is damaged ({e}): {_RESTORE}") from e
         if not isinstance(state, dict) or state.get("kind") != KIND:
             return None
-        if state.get("format") != FORMAT:
-            raise ManifestError(f"{name} has format {state.get('format')!r}, this version reads {FORMAT}: {_RESTORE}")
+        if state.get("format") not in (FORMAT, MEDIA_FORMAT):
+            raise ManifestError(
+                f"{name} has format {state.get('format')!r}, this version reads {FORMAT} and {MEDIA_FORMAT}: {_RESTORE}"
+            )
         try:
-            values = {f.name: state[f.name] for f in fields(cls)}
+            values: dict[str, Any] = {f.name: state[f.name] for f in fields(cls) if f.default is MISSING}
+            # Rows that were written before there were images say nothing of them.
+            values["media"] = state.get("media", False)
             values["splits"] = {split: SplitStatistics.of(each) for split, each in state["splits"].items()}
             found = cls(**values)
             found.policy()

@@ -161,7 +161,7 @@ def write_parquet(rows: Path, out: Path) -> list[Path]:
         out: folder for the files, which replace those that are there.
 
     Raises:
-        ValueError: if there are no packed rows, or labels that the format cannot say.
+        ValueError: if there are no packed rows, or labels that the format cannot say, or for rows with images.
     """
     parquet = need_parquet()
     import pyarrow
@@ -169,6 +169,8 @@ def write_parquet(rows: Path, out: Path) -> list[Path]:
     manifest = Manifest.read(rows)
     if manifest is None:
         raise ValueError(f"there are no packed rows at {rows}")
+    if manifest.media:
+        raise ValueError(f"the rows at {rows} hold images, for which this format has no place: rows of text can be written so")
     kinds = {"input_ids": pyarrow.int32(), "loss_mask": pyarrow.int8(), "seq_start_id": pyarrow.int32()}
     schema = pyarrow.schema([(name, pyarrow.list_(kind)) for name, kind in kinds.items()])
     out.mkdir(parents=True, exist_ok=True)

@@ -9,20 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_pack.encoders import Encoder, RecordEncoder, load_tokenizer
+from lightning_pack.encoders import Encoder, RecordEncoder, VisionChatEncoder, load_tokenizer
 from lightning_pack.energon.dataset import StreamOptions, _leaves, has_split, refuse_endless
 from lightning_pack.energon.fingerprint import data_fingerprint, library_fingerprint
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import local_folder
 from lightning_pack.location import is_remote, location
-from lightning_pack.offline.manifest import DECIDE_ROWS, Manifest, global_policy
+from lightning_pack.media import MediaStore
+from lightning_pack.offline.manifest import DECIDE_MEDIA_ROWS, DECIDE_ROWS, Manifest, global_policy
 from lightning_pack.offline.processes import run_tasks
 from lightning_pack.offline.row_writer import PackedSources, is_written
-from lightning_pack.offline.source_store import Part, SourceStore, encode_part, number_of_parts
+from lightning_pack.offline.source_encoding import encode_part
+from lightning_pack.offline.source_store import Part, SourceStore, number_of_parts
 from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import RESUMED, Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
-from lightning_pack.policy_checks import refuse_media
+from lightning_pack.policy_checks import check_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,8 +61,11 @@ def prepack(
     min_bins: int | None = None,
     bins_multiple_of: int = 1,
     delta: int = 0,
+    max_media_tokens: int | None = None,
+    max_media_bytes: int | None = None,
     seed: int = 0,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    vision: str | None = None,
     encoder: Encoder | None = None,
     group_by: str | None = None,
     splits: Sequence[str] | None = None,
@@ -73,6 +78,9 @@ def prepack(
     """Encode a dataset once, pack all its sources at once, and write the rows as an Energon dataset with a manifest.
 
     A run that was ended goes on where it was when it is started again with the same settings.
+
+    Rows of chats with images (``vision``, or an encoder with media) hold the image files, which are processed when a row is
+    read. Each image is processed once here too, on trial, so that one which breaks leaves its chat out now.
 
     Args:
         data: dataset as :class:`~lightning_pack.EnergonPackDataModule` takes it. Each source is read once.
@@ -87,9 +95,12 @@ def prepack(
         min_bins: least number of rows of each split.
         bins_multiple_of: what the number of rows of each split is a multiple of.
         delta: for ``"balanced_greedy_knapsack"``.
+        max_media_tokens: most placeholders of images in a row; a source with more is left out as ``media_budget``.
+        max_media_bytes: most bytes of the tensors that a row's images become.
         seed: of the algorithm, and of the order of the rows.
         tokenizer: as for the datamodule; None takes the folder ``tokenizer`` inside ``data``.
-        encoder: as for the datamodule.
+        vision: as for the datamodule: family of the vision-language model that chats with images are for.
+        encoder: as for the datamodule; one with media must be a :class:`~lightning_pack.media.MediaStore`.
         group_by: as for the datamodule.
         splits: to write; None takes those of ``train``, ``val`` and ``test`` that there are.
         workers: processes that encode and write; 0 works in this one.
@@ -119,6 +130,8 @@ def prepack(
         min_bins=min_bins,
         bins_multiple_of=bins_multiple_of,
         delta=delta,
+        max_media_tokens=max_media_tokens,
+        max_media_bytes=max_media_bytes,
         seed=seed,
     )
     # A tokenizer's threads must not have been used before processes are forked.
@@ -126,18 +139,26 @@ def prepack(
     source, out = location(data), Path(out).resolve()
     if not is_remote(source) and not Path(source).exists():
         raise ValueError(f"there is no dataset at {source!r}: correct the path, or make one with 'lightning-pack prepare'")
-    encoder = _encoder(source, tokenizer=tokenizer, encoder=encoder, group_by=group_by)
-    refuse_media(encoder, "rows that are written ahead")
+    encoder = _encoder(source, tokenizer=tokenizer, vision=vision, encoder=encoder, group_by=group_by)
+    check_encoder(policy, encoder)
+    media = bool(getattr(encoder, "has_media", False))
+    if media and not isinstance(encoder, MediaStore):
+        raise ValueError(
+            f"{type(encoder).__name__} gives images or the like, and rows that are written ahead hold them as files: give it "
+            "the methods files_of and with_files of lightning_pack.media.MediaStore, or pack while training (fit on the "
+            "dataset itself)"
+        )
     options = StreamOptions(path=source, encoder=encoder, policy=policy, on_damaged=on_damaged)
     counts = {split: _samples(source, split) for split in _chosen(source, splits)}
     manifest = Manifest(
         origin=RESUMED,
-        packing={name: getattr(policy, name) for name in DECIDE_ROWS},
+        packing={name: getattr(policy, name) for name in (*DECIDE_ROWS, *(DECIDE_MEDIA_ROWS if media else ()))},
         encoder=encoder.fingerprint(),
         data={split: data_fingerprint(source, split=split, missing_ok=on_damaged == "skip") for split in counts},
         versions=library_fingerprint(),
         pad_id=encoder.pad_id,
         splits={},
+        media=media,
     )
     place = Workplace(out)
     with place.held():
@@ -159,7 +180,7 @@ def prepack(
                 # There is nothing to go on with: other data or settings begin anew.
                 place.clear()
                 raise _useless(store, source, split)
-            packed = PackedSources.of(store, policy, split=split)
+            packed = PackedSources.of(store, policy, split=split, media=media)
             names = packed.shards(shards)
             todo = [each for each in names if not is_written(place.dataset, each[0])]
             run_tasks(
@@ -176,9 +197,16 @@ def prepack(
     return PackedRows(path=out, manifest=manifest, fresh=True)
 
 
-def _encoder(source: str, *, tokenizer: Any, encoder: Encoder | None, group_by: str | None) -> Encoder:
+def _encoder(source: str, *, tokenizer: Any, vision: str | None, encoder: Encoder | None, group_by: str | None) -> Encoder:
+    if vision is not None and (encoder is not None or not isinstance(tokenizer, str | Path | None)):
+        raise ValueError(
+            f"vision={vision!r} makes an encoder from the folder of a tokenizer and an image processor: give that folder as "
+            "tokenizer, or an encoder of your own and no vision"
+        )
     if encoder is None:
         given = f"{source.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
+        if vision is not None:
+            return VisionChatEncoder(local_folder(given), family=vision, group_by=group_by)
         loaded = load_tokenizer(local_folder(given)) if isinstance(given, str | Path) else given
         return RecordEncoder(loaded, group_by=group_by)
     if tokenizer is not None:
@@ -223,8 +251,8 @@ def _useless(store: SourceStore, source: str, split: str) -> ValueError:
 
 
 def _keep_tokenizer(encoder: Encoder, folder: Path) -> None:
-    """So that whoever trains on the rows has the tokenizer that made them."""
-    tokenizer = getattr(encoder, "tokenizer", None)
-    if tokenizer is not None:
-        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-        tokenizer.save_pretrained(str(folder / "tokenizer"))
+    """So that whoever trains on the rows has the tokenizer that made them, and the image processor."""
+    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    for part in (getattr(encoder, "tokenizer", None), getattr(encoder, "image_processor", None)):
+        if part is not None:
+            part.save_pretrained(str(folder / "tokenizer"))

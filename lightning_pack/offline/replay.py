@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from lightning_pack.layout import RowLayout
+from lightning_pack.media import MediaStore
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.row_file import DamagedRowError, Row
 from lightning_pack.policy import PackingPolicy
@@ -34,18 +35,33 @@ class StoredRow(EncodedSource):
         """What was left out of it, or instead of it."""
         return self.gone
 
+    @property
+    def held_media(self) -> int:
+        """Bytes of the media of its sources."""
+        return 0 if self.pack is None else sum(source.held_media for source in self.pack.sources)
+
 
 class RowEncoder:
-    """Members of a row -> row. A source without tokens is left out of its row, and a row that is damaged is left out whole.
+    """Members of a row -> row.
+
+    What cannot be used is left out: a source without tokens or with damaged files of its row, and a damaged row whole.
 
     Args:
         manifest: of the rows.
+        media: puts sources and their files together, for rows with media.
     """
 
     #: It is given the members of a sample, and not a record.
     reads_parts = True
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, *, media: MediaStore | None = None) -> None:
+        if manifest.media and media is None:
+            raise ValueError("the rows hold images or the like: media is needed, which makes tensors of them")
+        #: Policies may limit media, and what is made for text alone refuses them.
+        self.has_media = manifest.media
+        self._media = media if manifest.media else None
+        #: What is done with images, to be compared with the model.
+        self.images = getattr(media, "images", media)
         self.pad_id = manifest.pad_id
         #: Fingerprint of what made the tokens; empty where that is not known.
         self.made_by = manifest.encoder
@@ -56,22 +72,37 @@ class RowEncoder:
         """The row whose members are ``record``; one without any tokens names what is left out in its :attr:`StoredRow.news`."""
         try:
             row = Row.of(record, key=key)
+            if (row.files is not None) != self.has_media:
+                raise DamagedRowError("it holds media and the manifest says that rows do not, or the other way round")
         except DamagedRowError as e:
             return _left_out(
                 key, [LeftOut(source, "damaged", tokens) for source, tokens in e.sources] or [LeftOut(key, "damaged", 0)]
             )
-        gone = [LeftOut(source, "empty", 0) for source, n in zip(row.keys, row.lengths, strict=True) if not n]
-        if not row.tokens.shape[1]:
+        gone = []
+        for place, (source, length) in enumerate(zip(row.keys, row.lengths, strict=True)):
+            if not length or place in row.broken:
+                gone.append(LeftOut(source, "damaged" if place in row.broken else "empty", length))
+        kept = [place for place, length in enumerate(row.lengths) if length and place not in row.broken]
+        if not kept:
             return _left_out(key, gone or [LeftOut(key, "empty", 0)])
-        ids, labels = torch.from_numpy(row.tokens.astype(np.int64))
-        cuts = [length for length in row.lengths if length]
-        named = [source for source, length in zip(row.keys, row.lengths, strict=True) if length]
+        ids, labels = (torch.from_numpy(of).split(list(row.lengths)) for of in row.tokens.astype(np.int64))
         sources = [
-            EncodedSource(key=source, input_ids=each, labels=label, group=row.group)
-            for source, each, label in zip(named, ids.split(cuts), labels.split(cuts), strict=True)
+            EncodedSource(key=row.keys[place], input_ids=ids[place], labels=labels[place], group=row.group) for place in kept
         ]
-        pack = Pack(sources=sources, layout=_layout(row, fixed=self._fixed), left_out=gone, ages=[0] * len(sources))
-        return StoredRow(key=key, input_ids=ids, labels=labels, pack=pack, gone=gone)
+        if self._media is not None:
+            assert row.files is not None
+            sources = [self._media.with_files(source, row.files[place]) for source, place in zip(sources, kept, strict=True)]
+        layout = _layout(row, kept, fixed=self._fixed)
+        pack = Pack(sources=sources, layout=layout, left_out=gone, ages=[0] * len(sources))
+        return StoredRow(
+            key=key,
+            input_ids=torch.cat([source.input_ids for source in sources]),
+            labels=torch.cat([source.labels for source in sources]),
+            media_tokens=sum(source.media_tokens for source in sources),
+            media_bytes=sum(source.media_bytes for source in sources),
+            pack=pack,
+            gone=gone,
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly for the same rows."""
@@ -83,11 +114,10 @@ def _left_out(key: str, gone: list[LeftOut]) -> StoredRow:
     return StoredRow(key=key, input_ids=none, labels=none, pack=None, gone=gone, left_out=gone[0])
 
 
-def _layout(row: Row, *, fixed: bool) -> RowLayout:
-    """The boundaries that were written; the room of an empty source goes to the tail of the row, which keeps its width."""
+def _layout(row: Row, kept: Sequence[int], *, fixed: bool) -> RowLayout:
+    """The boundaries that were written; the room of a source that is not kept goes to the row's tail, so its width stays."""
     room = np.diff(row.offsets)
     count = len(row.lengths)
-    kept = [i for i in range(count) if row.lengths[i]]
     rooms = [int(room[i]) for i in kept]
     rooms[-1] += int(row.offsets[-1]) - sum(rooms)
     lengths = [row.lengths[i] for i in kept]

@@ -1,8 +1,12 @@
-"""A packed row on disk: two members of a tar file, readable with nothing but JSON and numpy.
+"""A packed row on disk: members of a tar file, readable with nothing but JSON and numpy.
 
 ``KEY.json`` says which sources the row has and where they lie; ``KEY.npy`` is int32 ``[2, L]``, the token ids and labels of
 its sources end to end, without pads (labels are those of :class:`~lightning_pack.source.EncodedSource`: not shifted, -100
 where a token is no target). Both carry a hash, so that a changed byte is found when the row is read.
+
+A row with images has them too, as the data had them: ``KEY.0.png``, ``KEY.1.jpeg`` and so on in the order of their
+placeholders, each with a hash in ``KEY.json``. They are decoded when the row is read, in the way of sources that are packed
+while training: pixels as the model takes them would be many times as many bytes to store and to read.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from typing import Any
 import numpy as np
 
 from lightning_pack.boundaries import shown_offsets
+from lightning_pack.media import MediaFile
+from lightning_pack.offline.media_members import media_members, read_media_members
 from lightning_pack.source import IGNORE
 
-#: Version of the two members.
-ROW_FORMAT = 1
+#: Version of the members of a row of tokens, and of one with media.
+ROW_FORMAT, MEDIA_ROW_FORMAT = 1, 2
 _FIELDS = {"format", "split", "row", "keys", "numbers", "lengths", "offsets", "group", "tokens"}
 
 
@@ -51,6 +57,8 @@ class Row:
         offsets: physical boundaries: 0, the end of each source, and the last one again where boundaries are fixed.
         tokens: int32 ``[2, L]``: ids and labels of the real tokens.
         group: that the sources have in common.
+        files: media of each source, in the order of their placeholders; None for rows of tokens alone.
+        broken: what is wrong with the files of a source, by its place; they are then not those that were written.
     """
 
     split: str
@@ -61,6 +69,8 @@ class Row:
     offsets: Sequence[int]
     tokens: np.ndarray = field(repr=False)
     group: str | None = None
+    files: Sequence[Sequence[MediaFile]] | None = field(default=None, repr=False)
+    broken: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -71,10 +81,12 @@ class Row:
     def digest(self) -> int:
         """A sum over the sources, which does not depend on how they are dealt out to rows."""
         total, start = 0, 0
-        for key, number, length in zip(self.keys, self.numbers, self.lengths, strict=True):
+        for i, (key, number, length) in enumerate(zip(self.keys, self.numbers, self.lengths, strict=True)):
             part = np.ascontiguousarray(self.tokens[:, start : start + length])
             hashed = hashlib.blake2b(f"{number} {length} {key}\n".encode(), digest_size=16)
             hashed.update(part.tobytes())
+            for file in () if self.files is None else self.files[i]:
+                hashed.update(f"{file.kind} {file.tokens} {file.nbytes} {file.check}\n".encode())
             total += int.from_bytes(hashed.digest(), "big")
             start += length
         return total % (1 << 128)
@@ -83,7 +95,7 @@ class Row:
         """Content of the members, by extension."""
         array = io.BytesIO()
         np.save(array, np.ascontiguousarray(self.tokens, dtype=np.int32), allow_pickle=False)
-        said = {
+        said: dict[str, Any] = {
             "format": ROW_FORMAT,
             "split": self.split,
             "row": self.number,
@@ -94,7 +106,11 @@ class Row:
             "group": self.group,
             "tokens": _hash(array.getvalue()),
         }
-        return {"json": _json(said | {"check": _hash(_json(said))}), "npy": array.getvalue()}
+        content: dict[str, bytes] = {}
+        if self.files is not None:
+            about, content = media_members(self.files)
+            said |= {"format": MEDIA_ROW_FORMAT, "media": about}
+        return {"json": _json(said | {"check": _hash(_json(said))}), "npy": array.getvalue(), **content}
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], *, key: str | None = None) -> Row:
@@ -117,12 +133,16 @@ class Row:
             raise DamagedRowError(f"its JSON cannot be read ({type(e).__name__})") from e
         if check != _hash(_json(said)):
             raise DamagedRowError("its JSON is not what was written: the hash differs")
-        if said.get("format") != ROW_FORMAT or set(said) != _FIELDS:
-            raise DamagedRowError(f"its format is {said.get('format')!r}, this version reads {ROW_FORMAT}")
+        known: dict[Any, set[str]] = {ROW_FORMAT: _FIELDS, MEDIA_ROW_FORMAT: _FIELDS | {"media"}}
+        if set(said) != known.get(said.get("format")):
+            raise DamagedRowError(
+                f"its format is {said.get('format')!r}, this version reads {ROW_FORMAT} and {MEDIA_ROW_FORMAT}"
+            )
         sources = tuple(zip(said["keys"], said["lengths"], strict=False))
         try:
             if _hash(parts["npy"]) != said["tokens"]:
                 raise DamagedRowError("its tokens are not what was written: the hash differs")
+            files, broken = (None, {}) if "media" not in said else read_media_members(said["media"], parts)
             row = cls(
                 split=said["split"],
                 number=said["row"],
@@ -132,6 +152,8 @@ class Row:
                 offsets=said["offsets"],
                 tokens=np.load(io.BytesIO(parts["npy"]), allow_pickle=False),
                 group=said["group"],
+                files=files,
+                broken=broken,
             )
             if key is not None and key.rpartition("/")[2] != row.key:
                 raise DamagedRowError(f"it lies under the key {key!r} and is {row.key!r}")
@@ -157,6 +179,8 @@ class Row:
                 f"it has {len(self.keys)} keys, {len(self.numbers)} numbers, {len(lengths)} lengths and "
                 f"{len(self.offsets)} boundaries"
             )
+        if self.files is not None and len(self.files) != len(lengths):
+            raise DamagedRowError(f"it has media of {len(self.files)} sources and {len(lengths)} lengths")
         room = np.diff(self.offsets)
         if self.offsets[0] != 0 or (room < 0).any() or room[len(lengths) :].any():
             raise DamagedRowError(

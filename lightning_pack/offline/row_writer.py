@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_pack.binning import Groups, lower_bound
+from lightning_pack.media_budget import within_budget
 from lightning_pack.offline.manifest import Shard, SplitStatistics, left_out_by_reason, write_json
 from lightning_pack.offline.row_file import Row, ShardFile
 from lightning_pack.offline.source_store import SourceStore
@@ -18,6 +19,8 @@ from lightning_pack.policy import PackingPolicy
 
 #: Rows that make it worth having a further shard, and how many shards there are at most.
 _ROWS_PER_SHARD, _MOST_SHARDS = 512, 512
+#: The same for bytes of images.
+_BYTES_PER_SHARD = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class PackedSources:
         sources: numbers of the sources, row by row.
         ends: how many sources there are up to the end of each row, 0 first.
         bound: rows that no packing can do without.
+        media: whether rows hold the files of their sources.
     """
 
     split: str
@@ -39,9 +43,10 @@ class PackedSources:
     sources: np.ndarray = field(repr=False)
     ends: np.ndarray = field(repr=False)
     bound: int
+    media: bool = False
 
     @classmethod
-    def of(cls, store: SourceStore, policy: PackingPolicy, *, split: str) -> PackedSources:
+    def of(cls, store: SourceStore, policy: PackingPolicy, *, split: str, media: bool = False) -> PackedSources:
         """Pack all sources at once; rows are in an order that the policy's seed draws, or in that of the data if it keeps it.
 
         Raises:
@@ -57,15 +62,14 @@ class PackedSources:
         bound = 0
         for kind in kinds:
             those = np.flatnonzero(store.groups == kind)
-            lengths = store.lengths[those].tolist()
-            groups += [those[group].tolist() for group in policy.pack(lengths)]
-            bound += lower_bound([policy.aligned(length) for length in lengths], policy.capacity)
+            groups += _packed(store, those, policy)
+            bound += _bound(store, those, policy)
         if policy.algorithm != "concatenative":
             # Longest first would be a curriculum.
             groups = [groups[i] for i in np.random.default_rng(policy.seed).permutation(len(groups))]
         flat = np.fromiter((i for group in groups for i in group), dtype=np.int32, count=len(store))
         ends = np.cumsum([0, *map(len, groups)], dtype=np.int64)
-        return cls(split=split, policy=policy, store=store, sources=flat, ends=ends, bound=bound)
+        return cls(split=split, policy=policy, store=store, sources=flat, ends=ends, bound=bound, media=media)
 
     @property
     def rows(self) -> int:
@@ -74,8 +78,8 @@ class PackedSources:
 
     def shards(self, wanted: int | None) -> list[tuple[str, range]]:
         """Names of the shards and the rows in each: ``wanted`` of them, or as many as are convenient; none is empty."""
-        count = min(max(-(-self.rows // _ROWS_PER_SHARD), 1), _MOST_SHARDS) if wanted is None else wanted
-        count = min(count, self.rows)
+        convenient = max(-(-self.rows // _ROWS_PER_SHARD), -(-self.store.file_bytes // _BYTES_PER_SHARD), 1)
+        count = min(min(convenient, _MOST_SHARDS) if wanted is None else wanted, self.rows)
         edges = [self.rows * i // count for i in range(count + 1)]
         return [(f"{self.split}-{i:04d}.tar", range(edges[i], edges[i + 1])) for i in range(count)]
 
@@ -89,11 +93,12 @@ class PackedSources:
         return Row(
             split=self.split,
             number=number,
-            keys=[key for key, _ in read],
+            keys=[source.key for source in read],
             numbers=numbers,
             lengths=list(layout.lengths),
             offsets=layout.cu_seqlens_padded.tolist(),
-            tokens=np.concatenate([tokens for _, tokens in read], axis=1),
+            tokens=np.concatenate([source.tokens for source in read], axis=1),
+            files=[source.files for source in read] if self.media else None,
             group=None if group < 0 else store.group_names[group],
         )
 
@@ -126,8 +131,38 @@ class PackedSources:
             alignment=int((aligned - lengths).sum()),
             lower_bound=self.bound,
             left_out=left_out_by_reason(self.store.left_out),
+            files=self.store.files,
+            file_bytes=self.store.file_bytes,
+            media_tokens=int(self.store.media_tokens.sum(dtype=np.int64)),
             shards={name: shard for name, (shard, _) in written.items()},
         )
+
+
+def _packed(store: SourceStore, those: np.ndarray, policy: PackingPolicy) -> Groups:
+    """Sources that may share rows, packed; where media are limited, what is too much for its row is packed again."""
+    groups: Groups = []
+    while len(those):
+        packed = policy.pack(store.lengths[those].tolist())
+        if policy.media_budget.limits:
+            packed = within_budget(
+                packed,
+                budget=policy.media_budget,
+                costs=list(zip(store.media_tokens[those].tolist(), store.media_bytes[those].tolist(), strict=True)),
+                must_leave=[False] * len(those),
+                in_order=policy.packer == "concatenative",
+            )
+        groups += [those[group].tolist() for group in packed]
+        those = np.delete(those, [i for group in packed for i in group])
+    return groups
+
+
+def _bound(store: SourceStore, those: np.ndarray, policy: PackingPolicy) -> int:
+    """Rows that sources which may share rows cannot do without."""
+    bounds = [lower_bound([policy.aligned(length) for length in store.lengths[those].tolist()], policy.capacity)]
+    for column, limit in ((store.media_tokens, policy.max_media_tokens), (store.media_bytes, policy.max_media_bytes)):
+        if limit is not None:
+            bounds.append(-(-int(column[those].sum(dtype=np.int64)) // limit))
+    return max(bounds)
 
 
 def write_shard(folder: Path, name: str, shard: ShardFile, *, targets: int) -> None:

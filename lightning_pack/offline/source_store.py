@@ -8,23 +8,31 @@ again that were under way, on any number of processes.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share
-from lightning_pack.energon.worker import Whereabouts
-from lightning_pack.source import EncodedSource, LeftOut
+from lightning_pack.media import MediaFile
+from lightning_pack.source import LeftOut
 
 #: Samples of the data that make it worth having a further part, and how many parts there are at most.
 _SAMPLES_PER_PART, _MOST_PARTS = 256, 256
+#: Of a source, beside its part: numbers, and their types.
+COLUMNS = {
+    "starts": np.int64,
+    "lengths": np.int32,
+    "key_bytes": np.int32,
+    "groups": np.int32,
+    "head_bytes": np.int32,
+    "media_tokens": np.int32,
+    "media_bytes": np.int64,
+}
 
 
 def number_of_parts(samples: int) -> int:
@@ -43,7 +51,7 @@ class Part:
 
     @property
     def data(self) -> Path:
-        """Keys, ids and labels of its sources, one after the other."""
+        """Keys, ids and labels of its sources, and their files, one after the other."""
         return self.folder / f"{self.split}-part-{self.number:05d}.bin"
 
     @property
@@ -54,72 +62,22 @@ class Part:
     def is_complete(self) -> bool:
         """Whether it is encoded to its end."""
         with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile), np.load(self.index) as index:
-            return int(index["end"]) == self.data.stat().st_size
+            return int(index["end"]) == self.data.stat().st_size and {*COLUMNS} <= {*index.files}
         return False
 
 
-def encode_part(part: Part, options: StreamOptions) -> int:
-    """Read and encode a part of the data; returns the number of its samples and pieces, those left out included.
+class StoredSource(NamedTuple):
+    """A source as it lies in the store."""
 
-    Raises:
-        ValueError: for data that cannot be read, and sources that are refused.
-    """
-    starts, lengths, key_bytes, groups = list[int](), list[int](), list[int](), list[int]()
-    names: dict[str, int] = {}
-    gone: list[LeftOut] = []
-    end = 0
-    with part.data.open("wb") as file:
-        for source in _encoded(part, options):
-            if source.left_out is not None:
-                gone.append(source.left_out)
-            if not len(source):
-                continue
-            key = source.key.encode()
-            record = key + source.input_ids.numpy().astype("<i4").tobytes() + source.labels.numpy().astype("<i4").tobytes()
-            file.write(record)
-            starts.append(end)
-            lengths.append(len(source))
-            key_bytes.append(len(key))
-            groups.append(-1 if source.group is None else names.setdefault(source.group, len(names)))
-            end += len(record)
-        file.flush()
-        os.fsync(file.fileno())
-    said = {"left_out": gone, "groups": list(names)}
-    array = io.BytesIO()
-    np.savez(
-        array,
-        starts=np.array(starts, dtype=np.int64),
-        lengths=np.array(lengths, dtype=np.int32),
-        key_bytes=np.array(key_bytes, dtype=np.int32),
-        groups=np.array(groups, dtype=np.int32),
-        said=np.frombuffer(json.dumps(said).encode(), dtype=np.uint8),
-        end=np.int64(end),
-    )
-    unfinished = part.index.with_suffix(".partial")
-    unfinished.write_bytes(array.getvalue())
-    unfinished.replace(part.index)
-    return len(starts) + len(gone)
-
-
-def _encoded(part: Part, options: StreamOptions) -> Iterator[EncodedSource]:
-    """The sources of a part in the order of the data, and markers of those that are left out."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        share = open_evaluation_share(options, part.number, Whereabouts(), split=part.split, of=part.of)
-    if not share.dataset.worker_has_samples():
-        return
-    share.worker_config.worker_activate(0)
-    try:
-        for source in share.dataset:
-            yield from share.take_damaged()
-            yield source
-        yield from share.take_damaged()
-    finally:
-        share.worker_config.worker_deactivate()
+    key: str
+    #: Ids and labels, int32 ``[2, L]``.
+    tokens: np.ndarray
+    files: list[MediaFile]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStore:
-    """All sources of a split: 25 bytes of memory for each.
+    """All sources of a split: 41 bytes of memory for each.
 
     Args:
         parts: in order; the sources are numbered through.
@@ -128,8 +86,13 @@ class SourceStore:
         lengths: tokens of each.
         key_bytes: bytes of the key of each.
         groups: index into ``group_names`` of each; -1 for none.
+        head_bytes: bytes of what is said of the files of each; 0 for none.
+        media_tokens: placeholders of each.
+        media_bytes: of the tensors that the media of each become.
         group_names: those that occur.
         left_out: what is not among the sources, or was cut.
+        files: how many there are, over all sources.
+        file_bytes: of them.
     """
 
     parts: Sequence[Part]
@@ -138,38 +101,51 @@ class SourceStore:
     lengths: np.ndarray = field(repr=False)
     key_bytes: np.ndarray = field(repr=False)
     groups: np.ndarray = field(repr=False)
+    head_bytes: np.ndarray = field(repr=False)
+    media_tokens: np.ndarray = field(repr=False)
+    media_bytes: np.ndarray = field(repr=False)
     group_names: Sequence[str]
     left_out: Sequence[LeftOut] = field(repr=False)
+    files: int
+    file_bytes: int
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> SourceStore:
         """The sources of parts that are complete."""
-        columns: dict[str, list[np.ndarray]] = {name: [] for name in ("part", "starts", "lengths", "key_bytes", "groups")}
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in ("part", *COLUMNS)}
         names: dict[str, int] = {}
         gone: list[LeftOut] = []
+        files = file_bytes = 0
         for part in parts:
             with np.load(part.index) as index:
                 said: dict[str, Any] = json.loads(bytes(index["said"]))
-                for name in ("starts", "lengths", "key_bytes"):
+                for name in COLUMNS:
                     columns[name].append(index[name])
                 # The last is for sources without a group.
                 known = np.array([*(names.setdefault(name, len(names)) for name in said["groups"]), -1], dtype=np.int32)
-                columns["groups"].append(known[index["groups"]])
+                columns["groups"][-1] = known[columns["groups"][-1]]
             columns["part"].append(np.full(len(columns["starts"][-1]), part.number, dtype=np.int16))
             gone += [LeftOut(*each) for each in said["left_out"]]
+            files, file_bytes = files + said["files"], file_bytes + said["file_bytes"]
         joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
-        return cls(parts=parts, group_names=list(names), left_out=gone, **joined)
+        return cls(parts=parts, group_names=list(names), left_out=gone, files=files, file_bytes=file_bytes, **joined)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, number: int, file: Any) -> tuple[str, np.ndarray]:
-        """Key of a source, and its ids and labels as int32 ``[2, L]``.
+    def read(self, number: int, file: Any) -> StoredSource:
+        """A source.
 
         Args:
             number: of the source.
             file: its part's data, opened.
         """
-        length, key_bytes = int(self.lengths[number]), int(self.key_bytes[number])
-        record = os.pread(file.fileno(), key_bytes + 8 * length, int(self.starts[number]))
-        return record[:key_bytes].decode(), np.frombuffer(record, dtype="<i4", offset=key_bytes).reshape(2, length)
+        length, key_bytes, head_bytes = (int(of[number]) for of in (self.lengths, self.key_bytes, self.head_bytes))
+        start, size = int(self.starts[number]), key_bytes + 8 * length + head_bytes
+        record = os.pread(file.fileno(), size, start)
+        tokens = np.frombuffer(record, dtype="<i4", offset=key_bytes, count=2 * length).reshape(2, length)
+        files, at = [], start + size
+        for kind, count, nbytes, held in json.loads(record[size - head_bytes :] or b"[]"):
+            files.append(MediaFile(os.pread(file.fileno(), held, at), kind=kind, tokens=count, nbytes=nbytes))
+            at += held
+        return StoredSource(record[:key_bytes].decode(), tokens, files)

@@ -29,12 +29,14 @@ class Verified:
     sources: int
     rows: int
     shards: int
+    #: Images and the like.
+    files: int = 0
 
     def summary(self) -> str:
         """A line for people."""
         return (
             f"verified: {self.sources:,} sources, each exactly once, in {self.rows:,} rows of {self.shards} shards; hashes, "
-            "boundaries and labels are those that were written"
+            f"boundaries{', images' if self.files else ''} and labels are those that were written"
         )
 
 
@@ -81,6 +83,7 @@ def verify(folder: str | Path, *, progress: bool = False) -> Verified:
         sources=sum(split.sources for split in manifest.splits.values()),
         rows=sum(split.rows for split in manifest.splits.values()),
         shards=len(known),
+        files=sum(split.files for split in manifest.splits.values()),
     )
 
 
@@ -120,6 +123,7 @@ class _Split:
         self._split, self._found = split, found
         self._policy = manifest.policy()
         self._own = manifest.origin == RESUMED
+        self._media = manifest.media
         self._seen = np.zeros(found.sources, dtype=bool)
         self._row_seen = np.zeros(found.rows, dtype=bool)
         self._digest = 0
@@ -171,6 +175,8 @@ class _Split:
             else:
                 self._seen[number] = True
         self._digest += row.digest
+        self._problems += [f"{place}: source {row.keys[i]!r}: {problem}" for i, problem in row.broken.items()]
+        self._check_media(row, place)
         if not self._own:
             rooms = np.diff(row.offsets)
             if row.offsets[-1] > self._policy.capacity or (rooms % self._policy.multiple).any():
@@ -184,6 +190,17 @@ class _Split:
                 self._problems.append(f"{place}: boundaries {list(row.offsets)[:8]} are not those of the policy")
         except ValueError as e:
             self._problems.append(f"{place}: {e}")
+
+    def _check_media(self, row: Row, place: str) -> None:
+        if (row.files is not None) != self._media:
+            told = ("media", "has none") if self._media else ("tokens alone", "has media")
+            self._problems.append(f"{place}: by the manifest rows hold {told[0]}, and this one {told[1]}")
+        files = [file for each in row.files or () for file in each]
+        tokens, nbytes = sum(file.tokens for file in files), sum(file.nbytes for file in files)
+        if not self._policy.media_budget.allows(tokens, nbytes):
+            self._problems.append(
+                f"{place}: {tokens} tokens and {nbytes} bytes of its media are beyond the limits of the policy"
+            )
 
     def problems_at_the_end(self) -> list[str]:
         """What is wrong with the split."""

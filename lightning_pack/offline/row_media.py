@@ -1,0 +1,65 @@
+"""What makes tensors of the images in rows: the encoder that is given, or the image processor that lies beside the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_pack.encoders import Encoder, load_image_processor, vision_family
+from lightning_pack.encoders.image_reader import ImageReader
+from lightning_pack.encoders.vision_checks import check_image_processor, known_token
+from lightning_pack.energon.storage import local_folder
+from lightning_pack.media import MediaStore
+from lightning_pack.offline.manifest import Manifest, ManifestError
+
+#: Of encoders whose images need no more than family, image processor and placeholder.
+_VISION_CHAT = "vision_chat"
+
+
+def row_image_processor(path: str, manifest: Manifest, *, encoder: Encoder | None, folder: str | Path) -> Any:
+    """The image processor for rows with images; None where there are none, or an encoder is given.
+
+    Args:
+        path: of the rows, for errors.
+        manifest: theirs.
+        encoder: that is given.
+        folder: of the image processor, on a disk or in an object store.
+
+    Raises:
+        ManifestError: for rows that an encoder of one's own made, which is not given.
+        ValueError: if there is no image processor.
+    """
+    if not manifest.media or encoder is not None:
+        return None
+    if manifest.encoder.get("encoder") != _VISION_CHAT:
+        raise ManifestError(
+            f"the rows in {path!r} hold images or the like of an encoder of your own ({dict(manifest.encoder)}): give it "
+            "(encoder=...), for it makes tensors of them"
+        )
+    return load_image_processor(local_folder(folder))
+
+
+def row_media(path: str, manifest: Manifest, *, encoder: Encoder | None, image_processor: Any, tokenizer: Any) -> MediaStore:
+    """What makes tensors of the images in rows, which agree with all that is given.
+
+    Args:
+        path: of the rows, for errors.
+        manifest: theirs.
+        encoder: that is given.
+        image_processor: of :func:`row_image_processor`.
+        tokenizer: of the rows, loaded; not used where an encoder is given.
+
+    Raises:
+        ManifestError: for an encoder that makes none.
+        ValueError: for a family that is not registered here, or that does not fit the image processor.
+    """
+    if encoder is not None:
+        if not isinstance(encoder, MediaStore):
+            raise ManifestError(
+                f"the rows in {path!r} hold images or the like, and {type(encoder).__name__} makes no tensors of them: give it "
+                "the methods files_of and with_files of lightning_pack.media.MediaStore"
+            )
+        return encoder
+    family = vision_family(str(manifest.encoder["family"]))
+    check_image_processor(image_processor, family)
+    return ImageReader(image_processor, family, known_token(tokenizer, family))
