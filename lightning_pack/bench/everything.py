@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_pack.bench.machine import Machine, commit, load, threads, versions
 from lightning_pack.bench.processes import in_a_process
 from lightning_pack.bench.report import BenchReport, BenchRun, check_place, write_between
-from lightning_pack.bench.suite import BENCHMARKS, SMALL, Benchmark, Sizes, measured
+from lightning_pack.bench.suite import BENCHMARKS, SMALL, Benchmark, Findings, Sizes, measured
 
 #: Where figures go unless told otherwise.
 FOLDER = Path("runs/bench")
@@ -53,10 +53,10 @@ def report_of(*, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMAR
 
 def _run(benchmark: Benchmark, sizes: Sizes, folder: Path, before: float | None) -> BenchRun:
     started = time.perf_counter()
-    results, figures, error = (), (), None
+    found: Findings | None = None
+    error: str | None = None
     try:
         found = in_a_process(measured, benchmark, sizes, folder) if benchmark.separate else measured(benchmark, sizes, folder)
-        results, figures = found.results, found.figures
     except Exception as failure:
         error = str(failure) or type(failure).__name__
     return BenchRun(
@@ -64,8 +64,8 @@ def _run(benchmark: Benchmark, sizes: Sizes, folder: Path, before: float | None)
         what=benchmark.what,
         seconds=time.perf_counter() - started,
         load=before,
-        results=results,
-        figures=figures,
+        results=() if found is None else found.results,
+        figures=() if found is None else found.figures,
         error=error,
     )
 
