@@ -1,6 +1,6 @@
-"""What is expected of each architecture of transformers, as tiny models with random weights, and the README's table of it.
+"""What is expected of each architecture of transformers, as tiny models with random weights, and the table of it on a page.
 
-``python -m tests.architectures`` runs all of them and prints the table; with ``--write`` it goes into the README.
+``python -m tests.architectures`` runs all of them and prints the table; with ``--write`` it goes there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from lightning_pack.attention import IsolationVerdict, inspect_model, isolation_check
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[1] / "lightning_pack" / "attention" / "README.md"
 BEGIN, END = "<!-- models: python -m tests.architectures --write -->", "<!-- /models -->"
 
 #: Each field goes to the configurations that have it.
@@ -278,12 +278,12 @@ def found() -> dict[str, str]:
 
 
 def in_readme() -> str:
-    """What the README says now."""
+    """What the page says now."""
     return README.read_text().partition(BEGIN)[2].partition(END)[0].strip()
 
 
 def main() -> None:
-    """Print the table, or write it into the README."""
+    """Print the table, or write it into the page."""
     now = table(found())
     if "--write" not in sys.argv[1:]:
         print(now)
