@@ -495,7 +495,7 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
     assert "1 sources are left out of training so far" in zero["warnings"][0]
     assert one["warnings"] == []
     out = "".join((tmp_path / "ranks" / f"rank{rank}.log").read_text() for rank in range(2))
-    assert out.count("train: left out for corrupt: 2 sources, 0 tokens, for example r1, r1") == 1
+    assert out.count("train: left out for corrupt: 2 sources, 0 tokens, for example r1\n") == 1
 
 
 def test_ranks_that_share_a_model_count_their_batches_once(tmp_path: Path) -> None:
