@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_pack.resume import ResumeError
     from lightning_pack.rewind import SaveRefusedError
     from lightning_pack.row import PackedBatch
+    from lightning_pack.row_picture import RowPicture, draw
     from lightning_pack.token_normalizer import TokenNormalizer
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
@@ -43,6 +44,7 @@ _HOMES = {
     "PackingPolicy": "policy",
     "ParallelLayout": "parallel",
     "ResumeError": "resume",
+    "RowPicture": "row_picture",
     "SaveRefusedError": "rewind",
     "SourceOutput": "collated",
     "StateError": "energon.fields",
@@ -52,6 +54,7 @@ _HOMES = {
     "TokenNormalizer": "token_normalizer",
     "VerificationError": "offline",
     "WorkerFailedError": "energon.worker",
+    "draw": "row_picture",
     "lower_bound": "binning",
     "isolation_check": "attention",
     "pack_loader": "collated",
@@ -78,6 +81,7 @@ __all__ = [
     "PackingPolicy",
     "ParallelLayout",
     "ResumeError",
+    "RowPicture",
     "SaveRefusedError",
     "SourceOutput",
     "StateError",
@@ -87,6 +91,7 @@ __all__ = [
     "TokenNormalizer",
     "VerificationError",
     "WorkerFailedError",
+    "draw",
     "isolation_check",
     "lower_bound",
     "pack_loader",

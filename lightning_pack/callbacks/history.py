@@ -6,13 +6,14 @@ every sum stays what it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lightning_pack.callbacks.totals import Totals
 from lightning_pack.callbacks.work import Imbalance
+from lightning_pack.energon.fields import shown
 from lightning_pack.metrics import PackingStats
 
 #: Stretches that are kept; an even number.
@@ -158,27 +159,29 @@ class History:
         """
         if not isinstance(plain, Mapping) or plain.get("version") != HISTORY_VERSION:
             found = plain.get("version") if isinstance(plain, Mapping) else type(plain).__name__
-            raise _damaged(f"its version is {found!r:.40}, this package reads version {HISTORY_VERSION}")
+            raise _damaged(f"its version is {shown(found)}, this package reads version {HISTORY_VERSION}")
         parts = [plain.get(name) for name in ("counts", "times")]
         if not all(isinstance(part, Mapping) for part in parts):
             raise _damaged("it has no counts or no times")
-        columns = [{**parts[0], **parts[1]}.get(name) for name in Stretch._fields]  # type: ignore[dict-item]
-        for name, column in zip(Stretch._fields, columns, strict=True):
-            if not isinstance(column, list) or not _whole(column, least=0):
+        columns: list[list[int]] = []
+        for name in Stretch._fields:
+            column = {**parts[0], **parts[1]}.get(name)  # type: ignore[dict-item]
+            if not isinstance(column, list) or not all(_is_whole(number) for number in column):
                 raise _damaged(f"its {name} are no list of whole numbers")
-        if len({len(column) for column in columns}) != 1 or len(columns[0]) > MOST:
-            raise _damaged(
-                f"its lists hold {sorted({len(column) for column in columns})} numbers, at most {MOST} and equally many"
-            )
+            columns.append(column)
+        lengths = sorted({len(column) for column in columns})
+        if len(lengths) != 1 or lengths[0] > MOST:
+            raise _damaged(f"its lists hold {lengths} numbers, and should hold equally many, at most {MOST}")
         stride, undetailed = plain.get("stride"), plain.get("undetailed_steps")
-        if not _whole([stride], least=1) or not _whole([undetailed], least=0):
-            raise _damaged(f"stride {stride!r:.40} or undetailed_steps {undetailed!r:.40} is no whole number")
+        if not (_is_whole(stride) and stride) or not _is_whole(undetailed):
+            raise _damaged(f"stride {shown(stride)} or undetailed_steps {shown(undetailed)} is no number of loggings and steps")
         points = tuple(Stretch(*numbers) for numbers in zip(*columns, strict=True))
         return cls(points=points, stride=stride, undetailed_steps=undetailed)
 
 
-def _whole(values: Sequence[Any], *, least: int) -> bool:
-    return all(type(value) is int and value >= least for value in values)
+def _is_whole(value: Any) -> TypeGuard[int]:
+    # Of any size it could come from a stranger's file.
+    return type(value) is int and 0 <= value < 1 << 96
 
 
 def _damaged(how: str) -> ValueError:

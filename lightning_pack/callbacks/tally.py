@@ -28,10 +28,10 @@ def sum_over_ranks(trainer: Trainer | None, counts: Tensor, *, evaluation: bool 
     return [number // copies for number in counts.tolist()]
 
 
-def sharing_ranks(trainer: Trainer, *, evaluation: bool) -> int:
+def sharing_ranks(trainer: Trainer | None, *, evaluation: bool) -> int:
     """Ranks, one after the other, that hold one copy of the model: they get, and count, the same batches."""
     parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
-    if parallel is None or trainer.world_size == 1:
+    if trainer is None or parallel is None or trainer.world_size == 1:
         return 1
     return (parallel.evaluation if evaluation else parallel).model_parallel_size
 

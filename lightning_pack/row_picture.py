@@ -1,0 +1,333 @@
+"""A packed row as people read it: the texts of its sources, one after the other, with boundaries and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.text import Text
+
+from lightning_pack.row import PackedBatch
+from lightning_pack.source import IGNORE, LeftOut
+from lightning_pack.visible_text import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from transformers import PreTrainedTokenizerBase
+
+#: Sources take turns.
+_STYLES = ("cyan", "magenta")
+_BACKGROUNDS = ("rgba(47,109,179,.16)", "rgba(224,140,43,.20)")
+_FRAME = (
+    "font:13px/1.75 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre-wrap;overflow-wrap:anywhere;"
+    "margin:.4em 0 1em"
+)
+_MOST_LEFT_OUT = 5
+
+
+class Piece(NamedTuple):
+    """Tokens in a row that are drawn alike."""
+
+    text: str
+    #: Whether the loss counts them.
+    target: bool = False
+    #: Whether the text is about the tokens, such as an image, and not theirs.
+    note: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnSource:
+    """A source of the row.
+
+    Args:
+        key: of the sample.
+        tokens: real ones.
+        targets: that the loss counts.
+        pads: after it, up to the policy's multiple; those after the last source are the row's tail.
+        pieces: its tokens, in order.
+    """
+
+    key: str
+    tokens: int
+    targets: int
+    pads: int
+    pieces: tuple[Piece, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowPicture:
+    """A row, drawn: coloured by ``rich`` in a terminal, as HTML in a notebook, and as plain text by ``str()``.
+
+    Sources take turns in two colours. Targets, the tokens that the loss counts, are bold and underlined; in plain text they are
+    between « and ». Pads are a count. Control characters of the texts are written out.
+
+    Args:
+        width: T, in tokens.
+        sources: in row order.
+        tail: pads after the last source.
+        left_out: what was left out since the row before.
+        decoded: whether there are texts; token ids otherwise.
+    """
+
+    width: int
+    sources: tuple[DrawnSource, ...]
+    tail: int
+    left_out: tuple[LeftOut, ...] = ()
+    decoded: bool = True
+
+    @property
+    def summary(self) -> str:
+        """The row in a line."""
+        real, targets = sum(each.tokens for each in self.sources), sum(each.targets for each in self.sources)
+        return (
+            f"row of {self.width:,}: {_many(len(self.sources), 'source')}, {_many(real, 'real token')}, "
+            f"{_many(targets, 'target')}, {_many(self.width - real, 'pad')}"
+        )
+
+    def __repr__(self) -> str:
+        return f"RowPicture({self.summary})"
+
+    def __str__(self) -> str:
+        return self._text(plain=True).plain
+
+    def __rich__(self) -> object:
+        """For ``rich``; a console without colours gets the marks of plain text."""
+        return _Drawing(self)
+
+    def _repr_html_(self) -> str:
+        parts = [f'<div style="opacity:.75">{escape(self.summary)}{escape(self._news())}</div>']
+        for number, source in enumerate(self.sources):
+            head = f"{number + 1} {visible(source.key)}"
+            body = "".join(_html(piece) for piece in source.pieces)
+            title = f"{visible(source.key)}: {_many(source.tokens, 'token')}, {_many(source.targets, 'target')}"
+            style = f"background:{_BACKGROUNDS[number % 2]};border-radius:3px;padding:2px 3px"
+            parts.append(
+                f'<span style="{style}" title="{escape(title)}">'
+                f'<b style="opacity:.6;font-size:.85em">{escape(head)} | </b>{body}</span>{_html(_pads(source.pads))}'
+            )
+        return f'<div style="{_FRAME}">{"".join(parts)}{_html(_pads(self.tail))}</div>'
+
+    def _text(self, *, plain: bool) -> Text:
+        text = Text(f"{self.summary}{self._news()}\n", style="" if plain else "dim", end="")
+        drawn = Text(end="")
+        for number, source in enumerate(self.sources):
+            style = _STYLES[number % 2]
+            head = f"{number + 1} | {visible(source.key)} | {_many(source.tokens, 'token')}, {_many(source.targets, 'target')}"
+            drawn.append(f"--- {head} ---\n", style=f"{style} dim")
+            for piece in (*source.pieces, _pads(source.pads)):
+                target = piece.target
+                shown = f"«{piece.text}»" if plain and target else piece.text
+                drawn.append(shown, style="dim" if piece.note else f"{style} bold underline" if target else style)
+            if not drawn.plain.endswith("\n"):
+                drawn.append("\n")
+        drawn.append(_pads(self.tail).text, style="dim")
+        return Text.assemble(text, drawn)
+
+    def _news(self) -> str:
+        if not self.left_out:
+            return ""
+        told = ", ".join(f"{visible(gone.key)} ({visible(gone.reason)})" for gone in self.left_out[:_MOST_LEFT_OUT])
+        more = len(self.left_out) - _MOST_LEFT_OUT
+        return f"\nleft out before it: {told}" + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    picture: RowPicture
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.picture._text(plain=console.color_system is None)
+
+
+def draw(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None = None, *, most: int | None = 240) -> RowPicture:
+    """Draw a packed row.
+
+    Args:
+        batch: the row.
+        tokenizer: that made its tokens; None draws their ids.
+        most: tokens of a source that are drawn; of longer ones the beginning and the end. None draws all.
+
+    Raises:
+        ValueError: for anything else than a packed row, or ``most`` below 2.
+
+    Example:
+        >>> import torch
+        >>> from lightning_pack import PackedBatch, PackingPolicy
+        >>> from lightning_pack.source import EncodedSource
+        >>> sources = [EncodedSource.of(key, torch.arange(n)) for key, n in (("a", 3), ("b", 2))]
+        >>> print(draw(PackedBatch.from_packs([PackingPolicy(capacity=8).build(sources)], pad_id=0)))
+        row of 5: 2 sources, 5 real tokens, 3 targets, 0 pads
+        --- 1 | a | 3 tokens, 2 targets ---
+        0 «1 2»
+        --- 2 | b | 2 tokens, 1 target ---
+        0 «1»
+        <BLANKLINE>
+    """
+    if not isinstance(batch, PackedBatch):
+        raise ValueError(
+            f"a {type(batch).__name__} cannot be drawn: give a PackedBatch (lightning_pack.packed_row(batch) finds that of "
+            "other batches)"
+        )
+    if most is not None and most < 2:
+        raise ValueError(f"most={most}: at least 2 tokens of a source are drawn, its beginning and its end; None draws all")
+    count = len(batch.source_keys)
+    real, physical = batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()
+    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    images = _Images(batch, tokenizer)
+    drawn = []
+    for i in range(count):
+        start, length = physical[i], real[i + 1] - real[i]
+        room = physical[i + 1] - start
+        targets = [label != IGNORE for label in labels[start : start + length]]
+        # The first token is a target only where a source says so against the rules; the loss has no place for it.
+        writer = _Writer(ids[start : start + length], targets, tokenizer, images.of(i, ids[start : start + length]))
+        pieces = tuple(_joined(writer.pieces(most)))
+        last = i == count - 1
+        drawn.append(
+            DrawnSource(
+                key=batch.source_keys[i],
+                tokens=length,
+                targets=sum(targets),
+                pads=0 if last else room - length,
+                pieces=pieces,
+            )
+        )
+    end = physical[count - 1] + real[count] - real[count - 1] if count else 0
+    return RowPicture(
+        width=batch.width,
+        sources=tuple(drawn),
+        tail=batch.width - end,
+        left_out=tuple(batch.left_out),
+        decoded=tokenizer is not None,
+    )
+
+
+class _Images:
+    """Where the images of a row are."""
+
+    def __init__(self, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._placeholders = _placeholders(tokenizer) if batch.media and tokenizer is not None else frozenset()
+        self._grids = batch.media["image_grid_thw"].tolist() if "image_grid_thw" in batch.media else []
+        self._rows = batch.media_rows.get("image_grid_thw", [])
+
+    def of(self, source: int, ids: list[int]) -> dict[int, tuple[int, str]]:
+        """First token of each image of a source -> end, and what is drawn."""
+        runs = list(_runs([token in self._placeholders for token in ids]))
+        grids = self._grids[sum(self._rows[:source]) : sum(self._rows[: source + 1])]
+        patches = sum(t * h * w for t, h, w in grids)
+        tokens = sum(end - start for start, end, image in runs if image)
+        found: dict[int, tuple[int, str]] = {}
+        for start, end, image in runs:
+            while image and start < end:
+                if grids and patches:
+                    t, h, w = grids.pop(0)
+                    size = f" {h}x{w}" if t == 1 else f" {t}x{h}x{w}"
+                    # All images of a row have as many patches to a token.
+                    until = min(start + max(t * h * w * tokens // patches, 1), end)
+                else:
+                    size, until = "", end
+                found[start] = until, f"[image{size} -> {until - start} tokens]"
+                start = until
+        return found
+
+
+def _placeholders(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    from lightning_pack.encoders.families import known_image_tokens
+
+    names = {*known_image_tokens(), getattr(tokenizer, "image_token", None)}
+    vocabulary = tokenizer.get_vocab()
+    return frozenset(vocabulary[name] for name in names if name in vocabulary)
+
+
+class _Writer:
+    """Writes the tokens of a source."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        targets: list[bool],
+        tokenizer: PreTrainedTokenizerBase | None,
+        images: dict[int, tuple[int, str]],
+    ) -> None:
+        self._ids, self._targets, self._tokenizer, self._images = ids, targets, tokenizer, images
+
+    def pieces(self, most: int | None) -> Iterator[Piece]:
+        count = len(self._ids)
+        if most is None or count <= most:
+            yield from self._between(0, count)
+            return
+        head = most - most // 3
+        cut, on = self._outside_images(head), self._outside_images(count - most // 3)
+        yield from self._between(0, cut)
+        if on > cut:
+            yield Piece(f"[... {_many(on - cut, 'token')} ...]", note=True)
+        yield from self._between(on, count)
+
+    def _outside_images(self, at: int) -> int:
+        return next((end for start, (end, _) in self._images.items() if start < at < end), at)
+
+    def _between(self, start: int, end: int) -> Iterator[Piece]:
+        at = start
+        while at < end:
+            if at in self._images:
+                at, words = self._images[at]
+                yield Piece(words, note=True)
+                continue
+            until = at + 1
+            while until < end and until not in self._images and self._targets[until] == self._targets[at]:
+                until += 1
+            yield Piece(self._words(at, until, begins=start), target=self._targets[at])
+            at = until
+
+    def _words(self, start: int, end: int, *, begins: int) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, self._ids[start:end])) + ("" if end == len(self._ids) else " ")
+        # What is decoded depends on what comes before: some tokenizers drop the space of a first word.
+        before, both = self._decoded(begins, start), self._decoded(begins, end)
+        words = both[len(before) :] if both.startswith(before) else self._decoded(start, end)
+        return "↵\n".join(map(visible, words.split("\n")))
+
+    def _decoded(self, start: int, end: int) -> str:
+        assert self._tokenizer is not None
+        if start == end:
+            return ""
+        given = self._ids[start:end]
+        return str(self._tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Ids end with a space, which belongs to no target."""
+    for piece in pieces:
+        if piece.target and piece.text.endswith(" ") and piece.text[:-1].replace(" ", "").isdigit():
+            yield piece._replace(text=piece.text[:-1])
+            yield Piece(" ")
+        else:
+            yield piece
+
+
+def _runs(flags: list[bool]) -> Iterator[tuple[int, int, bool]]:
+    """Where equal flags begin and end."""
+    start = 0
+    for at in range(1, len(flags) + 1):
+        if at == len(flags) or flags[at] != flags[start]:
+            yield start, at, flags[start]
+            start = at
+
+
+def _pads(count: int) -> Piece:
+    return Piece(f"[{_many(count, 'pad')}]" if count else "", note=True)
+
+
+def _html(piece: Piece) -> str:
+    text = escape(piece.text)
+    if not text:
+        return ""
+    if piece.note:
+        return f'<i style="opacity:.65">{text}</i>'
+    return f'<b style="text-decoration:underline">{text}</b>' if piece.target else text
+
+
+def _many(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
