@@ -147,7 +147,7 @@ def draw(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None = None, *
     Args:
         batch: the row.
         tokenizer: that made its tokens; None draws their ids.
-        most: tokens of a source that are drawn; of longer ones the beginning and the end. None draws all.
+        most: tokens of a source that are drawn, an image being one; of longer ones the beginning and the end. None draws all.
 
     Raises:
         ValueError: for anything else than a packed row, or ``most`` below 2.
@@ -255,18 +255,21 @@ class _Writer:
 
     def pieces(self, most: int | None) -> Iterator[Piece]:
         count = len(self._ids)
-        if most is None or count <= most:
+        starts = list(self._starts())
+        if most is None or len(starts) <= most:
             yield from self._between(0, count)
             return
-        head = most - most // 3
-        cut, on = self._outside_images(head), self._outside_images(count - most // 3)
+        cut, on = starts[most - most // 3], starts[len(starts) - most // 3] if most // 3 else count
         yield from self._between(0, cut)
-        if on > cut:
-            yield Piece(f"[... {_many(on - cut, 'token')} ...]", note=True)
+        yield Piece(f"[... {_many(on - cut, 'token')} ...]", note=True)
         yield from self._between(on, count)
 
-    def _outside_images(self, at: int) -> int:
-        return next((end for start, (end, _) in self._images.items() if start < at < end), at)
+    def _starts(self) -> Iterator[int]:
+        """First tokens of what is drawn; an image is one thing."""
+        at = 0
+        while at < len(self._ids):
+            yield at
+            at = self._images[at][0] if at in self._images else at + 1
 
     def _between(self, start: int, end: int) -> Iterator[Piece]:
         at = start

@@ -458,7 +458,9 @@ def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
     resumed = PackingMonitor(summary=False)
     second = trainer(path, resumed, max_steps=3, **options)
     second.fit(TokenModel(), datamodule=data, ckpt_path=path / "a.ckpt", weights_only=True)
-    report["resumed"] = resumed.state_dict()["total"]
+    report["saved"] = torch.load(path / "a.ckpt", weights_only=True)["callbacks"]["PackingMonitor"]
+    state = resumed.state_dict()
+    report |= {"resumed": state["total"], "history": state["history"], "examples": state["examples"]}
     report["resumed_imbalance"] = float(second.logged_metrics["packing/rank_imbalance"])
     return report
 
@@ -488,6 +490,15 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
         # The second step: 7 tokens in 8 slots on rank 0, 3 x 1 in 3 x 4 on rank 1; of 49 a window of 4 leaves out 3².
         assert report["flops_per_token"] == pytest.approx(3 * (1000 * (8 + 12) + 64 * 52 + 16 * (52 - 9)) / 10)
         assert report["peak"] == pytest.approx(3.0)
+        # A point for each logging, of both ranks; the first step of a process is not timed. Rank 0 left nothing out itself.
+        tokens = [sum(map(sum, rows)) for rows in (ROWS[:2], ROWS[2:4], ROWS[:2])]
+        assert report["saved"]["history"]["counts"]["real_tokens"] == tokens[:2]
+        assert report["history"]["counts"]["real_tokens"] == tokens
+        assert report["history"]["times"]["timed_tokens"] == [0, tokens[1], 0]
+        # Of 49 + 3 squared lengths a window of 4 leaves out 3².
+        operations = 3 * (1000 * (8 + 12) + 64 * 52 + 16 * (52 - 9))
+        assert report["history"]["times"]["operations"] == [0, operations, 0]
+        assert report["saved"]["examples"] == report["examples"] == {"corrupt": ["r1"]}
     assert zero["logged"] == one["logged"]
     assert "packing/left_out/corrupt" in zero["logged"]
     # Rank 0 saw none itself, and is the one that tells.

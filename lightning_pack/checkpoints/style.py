@@ -62,7 +62,6 @@ figcaption p { color: var(--soft); font-size: 13px; line-height: 1.4; }
 .legend .unit { margin-left: auto; }
 i.real { background: var(--real); } i.alignment { background: var(--alignment); } i.tail { background: var(--tail); }
   i.lost { background: var(--lost); }
-.scroll { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; }
 th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12.5px; padding: 0 14px 8px 0; white-space: nowrap; }
 td { border-top: 1px solid var(--rule); padding: 9px 14px 9px 0; vertical-align: top; overflow-wrap: anywhere; }
@@ -71,9 +70,9 @@ td:last-child, th:last-child { padding-right: 0; }
 td.soft, td .soft { color: var(--soft); }
 td code { display: inline-block; background: var(--grid); border-radius: 5px; padding: 1px 6px; margin: 0 4px 4px 0;
   max-width: 100%; }
-td:first-child { font-weight: 550; }
+td:first-child { font-weight: 550; white-space: nowrap; overflow-wrap: normal; }
+td[data-name] { white-space: nowrap; }
 .more { margin-top: 12px; }
-.wide td:first-child { width: 34%; font-weight: 400; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; line-height: 1.55; }
 footer { color: var(--soft); font-size: 13px; margin-top: 40px; }
 @media (max-width: 700px) {
@@ -87,7 +86,7 @@ footer { color: var(--soft); font-size: 13px; margin-top: 40px; }
   .stack thead { display: none; }
   .stack tr { display: block; border-top: 1px solid var(--rule); padding: 8px 0; }
   .stack tr:first-child { border-top: 0; }
-  .stack td { display: block; border: 0; padding: 1px 0; text-align: left; }
+  .stack td { display: block; white-space: normal; border: 0; padding: 1px 0; text-align: left; }
   .stack td[data-name]::before { content: attr(data-name) " "; color: var(--soft); font-size: 12.5px; }
 }
 @media print {
@@ -100,7 +99,7 @@ footer { color: var(--soft); font-size: 13px; margin-top: 40px; }
   body { font-size: 12px; } main { padding: 0; max-width: none; }
   .tiles { grid-template-columns: repeat(5, 1fr); gap: 6px; } .tile { padding: 8px 10px; } .tile dd { font-size: 18px;
     } .tile dd + dd { font-size: 10.5px; }
-  h2 { margin: 22px 0 8px; break-after: avoid; } .plot svg { height: 120px; }
+  h2 { margin: 22px 0 8px; break-after: avoid; } .plot svg { height: 96px; } .chart { padding: 10px 14px 8px; }
   .tile, .chart, tr, .bar { break-inside: avoid; }
   .whole { break-inside: avoid; }
 }
