@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightning_pack.checkpoints.file import SUFFIXES, is_sharded
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.energon.dataset import has_end
 from lightning_pack.offline.manifest import Manifest
@@ -44,6 +45,8 @@ def first_rows(
         raise ValueError(f"there is no dataset at {str(path)!r}: correct the path, or make one with 'lightning-pack prepare'")
     settings = {**packing, "group_by": group_by, "vision": vision}
     given = [name for name, value in settings.items() if value is not None]
+    if Path(path).suffix in SUFFIXES or (Path(path).is_dir() and is_sharded(Path(path))):
+        raise ValueError(f"{str(path)!r} is a checkpoint, which has no rows: leave --show out, or name a dataset")
     if Manifest.read(path) is not None:
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -52,7 +55,7 @@ def first_rows(
     else:
         if packing.get("capacity") is None:
             raise ValueError(f"give --capacity N, the most tokens of a pack, to pack the rows of {str(path)!r}")
-        ends = has_end(str(path), "train")
+        ends = _ends(path)
         data = EnergonPackDataModule(
             path,
             tokenizer=tokenizer,
@@ -75,3 +78,16 @@ def first_rows(
             yield draw(batch, loaded, most=most)
     finally:
         data.teardown("fit")
+
+
+def _ends(path: str | Path) -> bool:
+    try:
+        return has_end(str(path), "train")
+    except (ValueError, TypeError, KeyError) as error:
+        if str(path) in str(error):
+            raise
+        # Of a .yaml that is no metadataset.
+        raise ValueError(
+            f"{str(path)!r} cannot be opened as a dataset ({error}): give a prepared folder, a .jsonl file, a metadataset "
+            ".yaml or a folder of packed rows"
+        ) from error

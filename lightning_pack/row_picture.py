@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _STYLES = ("cyan", "magenta")
 _BACKGROUNDS = ("rgba(47,109,179,.16)", "rgba(224,140,43,.20)")
 _FRAME = (
-    "font:13px/1.75 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre-wrap;overflow-wrap:anywhere;"
+    "font:13px/1.6 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre-wrap;overflow-wrap:anywhere;"
     "margin:.4em 0 1em"
 )
 _MOST_LEFT_OUT = 5
@@ -99,13 +99,11 @@ class RowPicture:
     def _repr_html_(self) -> str:
         parts = [f'<div style="opacity:.75">{escape(self.summary)}{escape(self._news())}</div>']
         for number, source in enumerate(self.sources):
-            head = f"{number + 1} {visible(source.key)}"
-            body = "".join(_html(piece) for piece in source.pieces)
-            title = f"{visible(source.key)}: {_many(source.tokens, 'token')}, {_many(source.targets, 'target')}"
-            style = f"background:{_BACKGROUNDS[number % 2]};border-radius:3px;padding:2px 3px"
+            head = f"{number + 1} | {visible(source.key)} | {_many(source.tokens, 'token')}, {_many(source.targets, 'target')}"
+            body = "".join(_html(piece) for piece in (*source.pieces, _pads(source.pads)))
             parts.append(
-                f'<span style="{style}" title="{escape(title)}">'
-                f'<b style="opacity:.6;font-size:.85em">{escape(head)} | </b>{body}</span>{_html(_pads(source.pads))}'
+                f'<div style="background:{_BACKGROUNDS[number % 2]};border-radius:4px;padding:2px 8px 3px;margin:3px 0">'
+                f'<div style="opacity:.6;font-size:.85em">{escape(head)}</div>{body}</div>'
             )
         return f'<div style="{_FRAME}">{"".join(parts)}{_html(_pads(self.tail))}</div>'
 
@@ -329,7 +327,11 @@ def _html(piece: Piece) -> str:
         return ""
     if piece.note:
         return f'<i style="opacity:.65">{text}</i>'
-    return f'<b style="text-decoration:underline">{text}</b>' if piece.target else text
+    return (
+        f'<b style="font-weight:600;text-decoration:underline 1px;text-underline-offset:3px">{text}</b>'
+        if piece.target
+        else text
+    )
 
 
 def _many(n: int, noun: str) -> str:

@@ -202,12 +202,17 @@ def test_packed_rows_are_drawn_as_they_are(texts: Path, capsys: pytest.CaptureFi
 
 def test_what_cannot_be_shown(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "a.ckpt").write_bytes(b"")
+    (tmp_path / "a.yaml").write_text("model: 1\n")
     for args, code, text in (
         ((texts / "data", "--show", 0, "--capacity", 64), 1, "--show 0: at least 1 row"),
         ((texts / "data", "--show", 1), 1, "give --capacity N"),
         ((texts / "rows", "--show", 1, "--capacity", 64), 1, "packed rows, which are decided: leave --capacity out"),
         ((texts / "nowhere", "--show", 1, "--capacity", 64), 1, "there is no dataset at"),
-        ((tmp_path / "empty", "--show", 1, "--capacity", 64), 1, "empty"),
+        ((tmp_path / "empty", "--show", 1, "--capacity", 64), 1, "cannot be opened as"),
+        ((tmp_path / "a.ckpt", "--show", 1, "--capacity", 64), 1, "is a checkpoint, which has no rows"),
+        ((tmp_path / "a.yaml", "--show", 1, "--capacity", 64), 1, "give a prepared folder, a .jsonl file"),
+        ((tmp_path / "a.yaml",), 1, "is data, and no checkpoint: '--show 3 --capacity N' draws"),
         ((texts / "data", "--show", 1, "--capacity", 64, "--tokenizer", tmp_path), 1, "no tokenizer can be loaded"),
         ((texts / "data", "--show", 1, "--capacity", 64, "--html", "a.html"), 2, "--show draws rows of a dataset"),
         ((texts / "data",), 1, "Of a dataset, '--show 3' draws the first rows"),

@@ -26,6 +26,8 @@ _EPILOG = """\
 model's own settings are not compared. Exit codes: 0 it would resume (or nothing was compared), 1 it would not, or the
 checkpoint cannot be read, 2 wrong usage.
 """
+#: Endings of data that is a file.
+_DATA = (".jsonl", ".yaml", ".yml", ".tar")
 
 
 def main(args: list[str]) -> None:
@@ -73,6 +75,8 @@ def main(args: list[str]) -> None:
     from lightning_pack.checkpoints.run_folder import last_of
 
     path, chosen = Path(options.path), None
+    if path.suffix in _DATA and path.is_file():
+        raise ValueError(f"{path} is data, and no checkpoint: '--show 3 --capacity N' draws its first rows")
     if path.is_dir() and not is_sharded(path):
         if options.against or options.verify:
             parser.error(f"{path} is a folder of checkpoints: --against and --verify take one of them")
