@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from lightning_pack.drawn_tokens import Images, Piece, Writer, joined_ids, many
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE, LeftOut
 from lightning_pack.visible_text import visible
@@ -25,16 +25,6 @@ _FRAME = (
     "margin:.4em 0 1em"
 )
 _MOST_LEFT_OUT = 5
-
-
-class Piece(NamedTuple):
-    """Tokens in a row that are drawn alike."""
-
-    text: str
-    #: Whether the loss counts them.
-    target: bool = False
-    #: Whether the text is about the tokens, such as an image, and not theirs.
-    note: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +72,8 @@ class RowPicture:
         """The row in a line."""
         real, targets = sum(each.tokens for each in self.sources), sum(each.targets for each in self.sources)
         return (
-            f"row of {self.width:,}: {_many(len(self.sources), 'source')}, {_many(real, 'real token')}, "
-            f"{_many(targets, 'target')}, {_many(self.width - real, 'pad')}"
+            f"row of {self.width:,}: {many(len(self.sources), 'source')}, {many(real, 'real token')}, "
+            f"{many(targets, 'target')}, {many(self.width - real, 'pad')}"
         )
 
     def __repr__(self) -> str:
@@ -99,7 +89,7 @@ class RowPicture:
     def _repr_html_(self) -> str:
         parts = [f'<div style="opacity:.75">{escape(self.summary)}{escape(self._news())}</div>']
         for number, source in enumerate(self.sources):
-            head = f"{number + 1} | {visible(source.key)} | {_many(source.tokens, 'token')}, {_many(source.targets, 'target')}"
+            head = f"{number + 1} | {visible(source.key)} | {many(source.tokens, 'token')}, {many(source.targets, 'target')}"
             body = "".join(_html(piece) for piece in (*source.pieces, _pads(source.pads)))
             parts.append(
                 f'<div style="background:{_BACKGROUNDS[number % 2]};border-radius:4px;padding:2px 8px 3px;margin:3px 0">'
@@ -112,7 +102,7 @@ class RowPicture:
         drawn = Text(end="")
         for number, source in enumerate(self.sources):
             style = _STYLES[number % 2]
-            head = f"{number + 1} | {visible(source.key)} | {_many(source.tokens, 'token')}, {_many(source.targets, 'target')}"
+            head = f"{number + 1} | {visible(source.key)} | {many(source.tokens, 'token')}, {many(source.targets, 'target')}"
             drawn.append(f"--- {head} ---\n", style=f"{style} dim")
             for piece in (*source.pieces, _pads(source.pads)):
                 target = piece.target
@@ -173,15 +163,14 @@ def draw(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None = None, *
     count = len(batch.source_keys)
     real, physical = batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
-    images = _Images(batch, tokenizer)
+    images = Images(batch, tokenizer)
     drawn = []
     for i in range(count):
         start, length = physical[i], real[i + 1] - real[i]
         room = physical[i + 1] - start
         targets = [label != IGNORE for label in labels[start : start + length]]
-        # The first token is a target only where a source says so against the rules; the loss has no place for it.
-        writer = _Writer(ids[start : start + length], targets, tokenizer, images.of(i, ids[start : start + length]))
-        pieces = tuple(_joined(writer.pieces(most)))
+        writer = Writer(ids[start : start + length], targets, tokenizer, images.of(i, ids[start : start + length]))
+        pieces = tuple(joined_ids(writer.pieces(most)))
         last = i == count - 1
         drawn.append(
             DrawnSource(
@@ -202,123 +191,8 @@ def draw(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None = None, *
     )
 
 
-class _Images:
-    """Where the images of a row are."""
-
-    def __init__(self, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._placeholders = _placeholders(tokenizer) if batch.media and tokenizer is not None else frozenset()
-        self._grids = batch.media["image_grid_thw"].tolist() if "image_grid_thw" in batch.media else []
-        self._rows = batch.media_rows.get("image_grid_thw", [])
-
-    def of(self, source: int, ids: list[int]) -> dict[int, tuple[int, str]]:
-        """First token of each image of a source -> end, and what is drawn."""
-        runs = list(_runs([token in self._placeholders for token in ids]))
-        grids = self._grids[sum(self._rows[:source]) : sum(self._rows[: source + 1])]
-        patches = sum(t * h * w for t, h, w in grids)
-        tokens = sum(end - start for start, end, image in runs if image)
-        found: dict[int, tuple[int, str]] = {}
-        for start, end, image in runs:
-            while image and start < end:
-                if grids and patches:
-                    t, h, w = grids.pop(0)
-                    size = f" {h}x{w}" if t == 1 else f" {t}x{h}x{w}"
-                    # All images of a row have as many patches to a token.
-                    until = min(start + max(t * h * w * tokens // patches, 1), end)
-                else:
-                    size, until = "", end
-                found[start] = until, f"[image{size} -> {until - start} tokens]"
-                start = until
-        return found
-
-
-def _placeholders(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    from lightning_pack.encoders.families import known_image_tokens
-
-    names = {*known_image_tokens(), getattr(tokenizer, "image_token", None)}
-    vocabulary = tokenizer.get_vocab()
-    return frozenset(vocabulary[name] for name in names if name in vocabulary)
-
-
-class _Writer:
-    """Writes the tokens of a source."""
-
-    def __init__(
-        self,
-        ids: list[int],
-        targets: list[bool],
-        tokenizer: PreTrainedTokenizerBase | None,
-        images: dict[int, tuple[int, str]],
-    ) -> None:
-        self._ids, self._targets, self._tokenizer, self._images = ids, targets, tokenizer, images
-
-    def pieces(self, most: int | None) -> Iterator[Piece]:
-        count = len(self._ids)
-        starts = list(self._starts())
-        if most is None or len(starts) <= most:
-            yield from self._between(0, count)
-            return
-        cut, on = starts[most - most // 3], starts[len(starts) - most // 3] if most // 3 else count
-        yield from self._between(0, cut)
-        yield Piece(f"[... {_many(on - cut, 'token')} ...]", note=True)
-        yield from self._between(on, count)
-
-    def _starts(self) -> Iterator[int]:
-        """First tokens of what is drawn; an image is one thing."""
-        at = 0
-        while at < len(self._ids):
-            yield at
-            at = self._images[at][0] if at in self._images else at + 1
-
-    def _between(self, start: int, end: int) -> Iterator[Piece]:
-        at = start
-        while at < end:
-            if at in self._images:
-                at, words = self._images[at]
-                yield Piece(words, note=True)
-                continue
-            until = at + 1
-            while until < end and until not in self._images and self._targets[until] == self._targets[at]:
-                until += 1
-            yield Piece(self._words(at, until, begins=start), target=self._targets[at])
-            at = until
-
-    def _words(self, start: int, end: int, *, begins: int) -> str:
-        if self._tokenizer is None:
-            return " ".join(map(str, self._ids[start:end])) + ("" if end == len(self._ids) else " ")
-        # What is decoded depends on what comes before: some tokenizers drop the space of a first word.
-        before, both = self._decoded(begins, start), self._decoded(begins, end)
-        words = both[len(before) :] if both.startswith(before) else self._decoded(start, end)
-        return "↵\n".join(map(visible, words.split("\n")))
-
-    def _decoded(self, start: int, end: int) -> str:
-        assert self._tokenizer is not None
-        if start == end:
-            return ""
-        given = self._ids[start:end]
-        return str(self._tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Ids end with a space, which belongs to no target."""
-    for piece in pieces:
-        if piece.target and piece.text.endswith(" ") and piece.text[:-1].replace(" ", "").isdigit():
-            yield piece._replace(text=piece.text[:-1])
-            yield Piece(" ")
-        else:
-            yield piece
-
-
-def _runs(flags: list[bool]) -> Iterator[tuple[int, int, bool]]:
-    """Where equal flags begin and end."""
-    start = 0
-    for at in range(1, len(flags) + 1):
-        if at == len(flags) or flags[at] != flags[start]:
-            yield start, at, flags[start]
-            start = at
-
-
 def _pads(count: int) -> Piece:
-    return Piece(f"[{_many(count, 'pad')}]" if count else "", note=True)
+    return Piece(f"[{many(count, 'pad')}]" if count else "", note=True)
 
 
 def _html(piece: Piece) -> str:
@@ -332,7 +206,3 @@ def _html(piece: Piece) -> str:
         if piece.target
         else text
     )
-
-
-def _many(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
