@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_pack.resume import ResumeError
     from lightning_pack.rewind import SaveRefusedError
     from lightning_pack.row import PackedBatch
+    from lightning_pack.row_picture import RowPicture, draw
     from lightning_pack.token_normalizer import TokenNormalizer
 
 #: Imported when first asked for: Lightning, Energon and transformers take seconds, and a policy needs none of them.
@@ -51,6 +52,7 @@ _HOMES = {
     "PackingPolicy": "policy",
     "ParallelLayout": "parallel",
     "ResumeError": "resume",
+    "RowPicture": "row_picture",
     "SaveRefusedError": "rewind",
     "SourceOutput": "collated",
     "StateError": "energon.fields",
@@ -60,6 +62,7 @@ _HOMES = {
     "TokenNormalizer": "token_normalizer",
     "VerificationError": "offline",
     "WorkerFailedError": "energon.worker",
+    "draw": "row_picture",
     "lower_bound": "binning",
     "isolation_check": "attention",
     "in_reading_order": "collated",
@@ -87,6 +90,7 @@ __all__ = [
     "PackingPolicy",
     "ParallelLayout",
     "ResumeError",
+    "RowPicture",
     "SaveRefusedError",
     "SourceOutput",
     "StateError",
@@ -96,6 +100,7 @@ __all__ = [
     "TokenNormalizer",
     "VerificationError",
     "WorkerFailedError",
+    "draw",
     "in_reading_order",
     "isolation_check",
     "lower_bound",

@@ -28,7 +28,7 @@ _COMMANDS = {
     "convert": "turn packed rows of other systems into ours, or ours into theirs",
     "plan": "find out which packing suits a dataset, by dry runs over the lengths of its samples",
     "check-model": "find out whether packed rows are safe with a model: its sources must not see each other",
-    "inspect": "show what a checkpoint holds, and whether a run would go on from it",
+    "inspect": "report on a run or a checkpoint, tell whether a run would go on from it, or draw the rows of a dataset",
     "bench": "measure what packing gives and costs, as ratios in one run",
 }
 _LIGHTNING = ("fit", "validate", "test")

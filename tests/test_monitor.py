@@ -460,7 +460,9 @@ def run_rank(argument: dict[str, Any]) -> dict[str, Any]:
     resumed = PackingMonitor(summary=False)
     second = trainer(path, resumed, max_steps=3, **options)
     second.fit(TokenModel(), datamodule=data, ckpt_path=path / "a.ckpt", weights_only=True)
-    report["resumed"] = resumed.state_dict()["total"]
+    report["saved"] = torch.load(path / "a.ckpt", weights_only=True)["callbacks"]["PackingMonitor"]
+    state = resumed.state_dict()
+    report |= {"resumed": state["total"], "history": state["history"], "examples": state["examples"]}
     report["resumed_imbalance"] = float(second.logged_metrics["packing/rank_imbalance"])
     return report
 
@@ -490,6 +492,15 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
         # The second step: 7 tokens in 8 slots on rank 0, 3 x 1 in 3 x 4 on rank 1; of 49 a window of 4 leaves out 3².
         assert report["flops_per_token"] == pytest.approx(3 * (1000 * (8 + 12) + 64 * 52 + 16 * (52 - 9)) / 10)
         assert report["peak"] == pytest.approx(3.0)
+        # A point for each logging, of both ranks; the first step of a process is not timed. Rank 0 left nothing out itself.
+        tokens = [sum(map(sum, rows)) for rows in (ROWS[:2], ROWS[2:4], ROWS[:2])]
+        assert report["saved"]["history"]["counts"]["real_tokens"] == tokens[:2]
+        assert report["history"]["counts"]["real_tokens"] == tokens
+        assert report["history"]["times"]["timed_tokens"] == [0, tokens[1], 0]
+        # Of 49 + 3 squared lengths a window of 4 leaves out 3².
+        operations = 3 * (1000 * (8 + 12) + 64 * 52 + 16 * (52 - 9))
+        assert report["history"]["times"]["operations"] == [0, operations, 0]
+        assert report["saved"]["examples"] == report["examples"] == {"corrupt": ["r1"]}
     assert zero["logged"] == one["logged"]
     assert list(tensorboard_images(tmp_path / "board0")["packing/figure"]) == [1]
     assert not (tmp_path / "board1").exists()
@@ -499,7 +510,7 @@ def test_two_ranks_log_and_save_global_numbers(tmp_path: Path) -> None:
     assert "1 sources are left out of training so far" in zero["warnings"][0]
     assert one["warnings"] == []
     out = "".join((tmp_path / "ranks" / f"rank{rank}.log").read_text() for rank in range(2))
-    assert out.count("train: left out for corrupt: 2 sources, 0 tokens, for example r1, r1") == 1
+    assert out.count("train: left out for corrupt: 2 sources, 0 tokens, for example r1\n") == 1
 
 
 def test_ranks_that_share_a_model_count_their_batches_once(tmp_path: Path) -> None:

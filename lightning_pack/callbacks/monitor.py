@@ -15,7 +15,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pack.callbacks.figures import drawn, figures_wanted, log_figure
 from lightning_pack.callbacks.interval import IntervalClock, log_values, logs_now
 from lightning_pack.callbacks.logged_metrics import When
-from lightning_pack.callbacks.summary import Examples, add_examples, gather_examples, print_summary, summary_html
+from lightning_pack.callbacks.summary import (
+    Examples,
+    add_examples,
+    gather_examples,
+    print_summary,
+    saved_examples,
+    summary_html,
+)
 from lightning_pack.callbacks.tally import TrainingTally, sharing_ranks, sum_over_ranks
 from lightning_pack.callbacks.throughput import ModelThroughput, flops_of_module
 from lightning_pack.callbacks.totals import Totals
@@ -51,6 +58,9 @@ class PackingMonitor(Callback):
     validation and the first step of the process. The first source that training leaves out gives a :class:`LeftOutWarning`,
     once per fit.
 
+    Checkpoints hold these counts and their history, a point for each logging until there are 512, then for every two, and so
+    on: ``lightning-pack inspect CHECKPOINT --html report.html`` draws them.
+
     In a notebook it shows what was counted so far.
 
     Args:
@@ -81,6 +91,8 @@ class PackingMonitor(Callback):
         self._evaluation = PackingMetrics()
         self._results: dict[str, PackingStats] = {}
         self._examples: dict[str, Examples] = {}
+        # Of the training before a resume.
+        self._earlier: Examples = {}
         self._told_left_out = self._told_other_batch = False
         self._clock = IntervalClock()
         self._throughput: ModelThroughput | None = None
@@ -104,7 +116,7 @@ class PackingMonitor(Callback):
         metrics = self._new_metrics(trainer)
         if trainer is not self._trainer:
             self._trainer, self._tally = trainer, TrainingTally(trainer, metrics)
-            self._examples, self._results = {}, {}
+            self._examples, self._results, self._earlier = {}, {}, {}
         elif trainer.state.fn == TrainerFn.FITTING and self._tally.fit_again(metrics):
             _warn_other_policy()
 
@@ -188,15 +200,16 @@ class PackingMonitor(Callback):
         return values | ({"rank_imbalance": totals.imbalance.mean} if totals.imbalance.steps else {})
 
     def _log(self, pl_module: LightningModule) -> None:
-        since = self._clock.counts
-        total, recent, window = self._tally.of_interval(self._tally.counts if since is None else since)
-        stats, timed = (self._tally.metrics.stats(totals.counts) for totals in (total, window))
-        values = self._ratios(recent)
-        if since is not None:
-            seconds = self._clock.seconds
+        since, throughput = self._clock.counts, self._throughput
+        operations = None if since is None or throughput is None else throughput.operations()
+        interval = self._tally.of_interval(since, seconds=lambda: self._clock.seconds, operations=operations)
+        stats, timed = (self._tally.metrics.stats(totals.counts) for totals in (interval.total, interval.timed))
+        values = self._ratios(interval.recent)
+        if (seconds := interval.seconds) is not None:
             values["real_tokens_per_second"] = timed.real_tokens / seconds
             values["target_tokens_per_second"] = timed.target_tokens / seconds
-            values |= {} if self._throughput is None else self._throughput.rates(seconds)
+            if throughput is not None and operations is not None:
+                values |= throughput.rates(operations, seconds=seconds)
         for name in ("real_tokens", "sources", "packs"):
             values[f"{name}_seen"] = getattr(stats, name)
         values.update({f"left_out/{reason}": number for reason, number in stats.left_out.items()})
@@ -274,7 +287,7 @@ class PackingMonitor(Callback):
         if not self.summary:
             return
         copies = {stage: sharing_ranks(trainer, evaluation=stage != "train") for stage in stages}
-        examples = gather_examples(self._examples, copies)
+        examples = gather_examples(self._examples, copies, earlier=self._earlier)
         if trainer.is_global_zero:
             print_summary({stage: self._results[stage] for stage in stages}, examples, imbalance=imbalance)
 
@@ -283,14 +296,20 @@ class PackingMonitor(Callback):
 
         They are those of the position in the data, where the datamodule takes that back to the last optimizer step.
         """
-        trainer = self._trainer
-        return self._tally.state_dict(logs_now=lambda: trainer is not None and logs_now(trainer, trainer.lightning_module))
+        trainer, ahead = self._trainer, self._tally.counted_ahead
+        state = self._tally.state_dict(logs_now=lambda: trainer is not None and logs_now(trainer, trainer.lightning_module))
+        own = {reason: list(keys) for reason, keys in self._examples.get("train", {}).items()}
+        add_examples(own, [] if ahead is None else ahead.left_out)
+        gathered = gather_examples({"train": own}, {"train": sharing_ranks(trainer, evaluation=False)}, earlier=self._earlier)
+        return state | {"examples": gathered["train"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Count on from a checkpoint; one that is only evaluated changes nothing."""
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
             return
-        if self._tally.load_state_dict(state_dict):
+        changed = self._tally.load_state_dict(state_dict)
+        self._earlier, self._examples = saved_examples(state_dict.get("examples")), {}
+        if changed:
             _warn_other_policy()
 
 

@@ -12,7 +12,7 @@ from torch import distributed
 from lightning_pack import markup
 from lightning_pack.callbacks.work import Imbalance
 from lightning_pack.markup import Kind, Part
-from lightning_pack.metrics import PackingStats, counted_reason
+from lightning_pack.metrics import REASONS, PackingStats, counted_reason
 from lightning_pack.source import LeftOut
 
 #: Sample keys that are kept for each reason.
@@ -42,34 +42,48 @@ _ROWS: dict[str, Callable[[PackingStats], str]] = {
 
 
 def add_examples(examples: Examples, left_out: Iterable[LeftOut]) -> None:
-    """Keep the keys of these sources where there is room, by the reason they are counted under."""
+    """Keep the keys of these sources where there is room, each once, by the reason they are counted under."""
     for gone in left_out:
         keys = examples.setdefault(counted_reason(gone.reason), [])
-        if len(keys) < EXAMPLES:
+        if len(keys) < EXAMPLES and gone.key not in keys:
             keys.append(gone.key)
 
 
-def gather_examples(examples: Mapping[str, Examples], stages: Mapping[str, int]) -> dict[str, Examples]:
+def gather_examples(examples: Mapping[str, Examples], stages: Mapping[str, int], *, earlier: Examples) -> dict[str, Examples]:
     """The examples of all ranks by stage; a collective where there are several ranks.
 
     Args:
         examples: stage -> those of this rank.
         stages: those that are asked for -> number of ranks, one after the other, that share their rows.
+        earlier: of the training before a resume, of all ranks.
     """
     ranks = [examples]
     if distributed.is_available() and distributed.is_initialized():
         ranks = [{} for _ in range(distributed.get_world_size())]
         distributed.all_gather_object(ranks, examples)
-    return {stage: _merged(rank.get(stage, {}) for rank in ranks[::copies]) for stage, copies in stages.items()}
+    before = {"train": earlier}
+    return {
+        stage: _merged([before.get(stage, {}), *(rank.get(stage, {}) for rank in ranks[::copies])])
+        for stage, copies in stages.items()
+    }
 
 
-def _merged(ranks: Iterable[Mapping[str, list[str]]]) -> Examples:
-    """Those of lower ranks first, cut to :data:`EXAMPLES` for each reason."""
+def _merged(parts: Iterable[Mapping[str, list[str]]]) -> Examples:
+    """Those of earlier parts first, each once, cut to :data:`EXAMPLES` for each reason."""
     merged: Examples = {}
-    for examples in ranks:
+    for examples in parts:
         for reason, keys in examples.items():
-            merged[reason] = [*merged.get(reason, []), *keys][:EXAMPLES]
+            merged[reason] = list(dict.fromkeys([*merged.get(reason, []), *keys]))[:EXAMPLES]
     return merged
+
+
+def saved_examples(plain: object) -> Examples:
+    """Those of a checkpoint, which may be damaged or a stranger's: what is no key of a known reason is left out."""
+    found: Examples = {}
+    for reason, keys in plain.items() if isinstance(plain, dict) else ():
+        if reason in REASONS and isinstance(keys, list):
+            found[reason] = [key for key in keys if isinstance(key, str)][:EXAMPLES]
+    return found
 
 
 def print_summary(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_pack.callbacks.history import History, Stretch
 from lightning_pack.callbacks.totals import Totals
 from lightning_pack.callbacks.work import RankWork
 from lightning_pack.metrics import COUNTERS, COUNTS, PackingMetrics
@@ -27,12 +28,23 @@ def sum_over_ranks(trainer: Trainer | None, counts: Tensor, *, evaluation: bool 
     return [number // copies for number in counts.tolist()]
 
 
-def sharing_ranks(trainer: Trainer, *, evaluation: bool) -> int:
+def sharing_ranks(trainer: Trainer | None, *, evaluation: bool) -> int:
     """Ranks, one after the other, that hold one copy of the model: they get, and count, the same batches."""
     parallel = getattr(getattr(trainer, "datamodule", None), "parallel", None)
-    if parallel is None or trainer.world_size == 1:
+    if trainer is None or parallel is None or trainer.world_size == 1:
         return 1
     return (parallel.evaluation if evaluation else parallel).model_parallel_size
+
+
+class Interval(NamedTuple):
+    """What a logging tells of."""
+
+    #: Of the run, and since the last logging.
+    total: Totals
+    recent: Totals
+    #: Since the clock began, with the seconds since then; None where it stood still.
+    timed: Totals
+    seconds: float | None
 
 
 class TrainingTally:
@@ -53,6 +65,8 @@ class TrainingTally:
         # Of earlier processes, and the imbalance of this one as far as ranks have compared it.
         self._run = self._epoch = Totals()
         self._logged = Totals()
+        # What the last logging and those before it told.
+        self._history = History()
         # Counts of this process when the epoch began; at the last step boundary, while batches after it wait for their
         # optimizer step; and a batch that is trained but not counted yet. A checkpoint of that moment may tell of either.
         self._epoch_began = torch.zeros(COUNTS, dtype=torch.int64)
@@ -132,13 +146,27 @@ class TrainingTally:
         numbers = sum_over_ranks(self._trainer, torch.cat(counts))
         return [Totals(counts=tuple(numbers[i : i + COUNTS])) for i in range(0, len(numbers), COUNTS)]
 
-    def of_interval(self, since: Tensor) -> tuple[Totals, Totals, Totals]:
-        """Of the run, since the last call, and since this process had counted ``since``. Collectives."""
+    def of_interval(self, since: Tensor | None, *, seconds: Callable[[], float], operations: int | None = None) -> Interval:
+        """End an interval between two loggings, and keep it in the history. Collectives.
+
+        Args:
+            since: what this process had counted when the clock began; None where it stands still.
+            seconds: of the clock; asked after waiting for the device.
+            operations: of the model in that time; None where they are not known.
+        """
         self._compare()
-        now, timed = self._globally(self.counts, self.counts - since)
+        now, timed = self._globally(self.counts, self.counts - (self.counts if since is None else since))
         total = self._run.plus(now)
-        recent, self._logged = total.minus(self._logged), total
-        return total, recent, timed
+        recent = total.minus(self._logged)
+        passed = None if since is None else seconds()
+        stretch = Stretch.of(recent)
+        if passed is not None:
+            nanoseconds = round(passed * 1e9)
+            stretch = stretch._replace(nanoseconds=nanoseconds, timed_tokens=Stretch.of(timed).real_tokens)
+            if operations is not None:
+                stretch = stretch._replace(modelled_nanoseconds=nanoseconds, operations=operations)
+        self._logged, self._history = total, self._history.added(stretch)
+        return Interval(total, recent, timed, passed)
 
     def of_epoch(self) -> Totals:
         """Of the present epoch. Collectives."""
@@ -156,6 +184,13 @@ class TrainingTally:
         """What earlier processes counted on all ranks, and this process on this rank. No collective; waits for the device."""
         return self._run.plus(Totals(counts=tuple(self.counts.tolist())))
 
+    @property
+    def counted_ahead(self) -> PackedBatch | None:
+        """A batch that is not counted yet, but in a checkpoint of this moment: another callback saves before ours ends it."""
+        trainer, batch = self._trainer, self._uncounted
+        trained = trainer is not None and isinstance(batch, PackedBatch) and in_window(trainer) is False and is_trained(trainer)
+        return batch if trained else None
+
     def state_dict(self, *, logs_now: Callable[[], bool]) -> dict[str, Any]:
         """Of the position in the data, where the datamodule takes that back to the last optimizer step. Collectives.
 
@@ -163,26 +198,27 @@ class TrainingTally:
             logs_now: whether the batch in hand is logged, once it is counted.
         """
         trainer, counts, work, logs = self._trainer, self.counts, self._work, False
-        rewound = None if trainer is None else in_window(trainer)
-        if rewound and self._boundary is not None:
+        ahead = self.counted_ahead
+        if trainer is not None and in_window(trainer) and self._boundary is not None:
             counts = self._boundary
-        elif trainer is not None and rewound is False and isinstance(self._uncounted, PackedBatch) and is_trained(trainer):
-            # Another callback saves in on_train_batch_end, before this one has counted.
+        elif ahead is not None:
             counter = PackingMetrics(self.metrics.policy, packs_per_batch=self.metrics.packs_per_batch).to(counts.device)
             work, logs = work.copy(), logs_now()
-            counter.update(self._uncounted)
-            work.add(self._uncounted)
+            counter.update(ahead)
+            work.add(ahead)
             work.end_step()
             counts = counts + counter.counts
         new = Totals(imbalance=work.compared(self._gathered))
         run, epoch = (total.plus(new) for total in self._globally(counts, counts - self._epoch_began))
         run, epoch = self._run.plus(run), self._epoch.plus(epoch)
+        history = self._history.added(Stretch.of(run.minus(self._logged))) if logs else self._history
         return {
             "version": STATE_VERSION,
             "policy": list(_policy_of(self.metrics)),
             "total": run.to_plain(),
             "epoch": epoch.to_plain(),
             "logged": (run if logs else self._logged).to_plain(),
+            "history": history.to_plain(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -192,14 +228,17 @@ class TrainingTally:
             Whether the histograms had to begin anew, because the policy was another one.
 
         Raises:
-            ValueError: for a state of another version.
+            ValueError: for a state of another version, or a damaged one.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(
                 f"the checkpoint holds PackingMonitor state of version {state.get('version')}, this package reads version "
                 f"{STATE_VERSION}: resume with the release that wrote it, or without the monitor"
             )
-        self._run, self._epoch, self._logged = (Totals.from_plain(state[name]) for name in ("total", "epoch", "logged"))
+        run, epoch, logged = (Totals.from_plain(state[name]) for name in ("total", "epoch", "logged"))
+        # Releases before it kept none.
+        self._history = History.from_plain(state["history"]) if "history" in state else History.undetailed(logged)
+        self._run, self._epoch, self._logged = run, epoch, logged
         self.metrics.reset()
         self._work = RankWork(self.counts.device)
         self._epoch_began = torch.zeros_like(self.counts)

@@ -58,11 +58,15 @@ class ModelThroughput:
             for grids in _grids(batch):
                 self._counts[text:] += self._flops.vision.counts(grids)
 
-    def rates(self, seconds: float) -> dict[str, float]:
-        """Names for a logger -> rates of the interval, which lasted so long; a collective that waits for the device."""
+    def operations(self) -> int:
+        """Of the interval, on all devices; a collective that waits for the device."""
         width, *counts = sum_over_ranks(self._trainer, self._counts)
         kinds = len(self._flops.attention)
-        per_second = self._flops.training(width=width, squared_lengths=counts[:kinds], vision=counts[kinds:]) / seconds
+        return self._flops.training(width=width, squared_lengths=counts[:kinds], vision=counts[kinds:])
+
+    def rates(self, operations: int, *, seconds: float) -> dict[str, float]:
+        """Names for a logger -> rates of an interval with so many operations, which lasted so long."""
+        per_second = operations / seconds
         rates = {"model_tflops_per_second": per_second / 1e12}
         return rates if self._peak is None else rates | {"mfu": per_second / self._peak}
 

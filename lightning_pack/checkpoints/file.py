@@ -13,7 +13,8 @@ import torch
 
 #: What Lightning's sharded checkpoints (FSDP, ModelParallel: folders) keep in a file beside the weights.
 META = "meta.pt"
-_SUFFIXES = (".ckpt", ".pt", ".pth")
+#: Of checkpoints that are files.
+SUFFIXES = (".ckpt", ".pt", ".pth")
 
 
 class UnreadableCheckpointError(ValueError):
@@ -108,7 +109,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     found = [
         each
         for each in folder.iterdir()
-        if (each.suffix in _SUFFIXES and each.is_file()) or (each.is_dir() and is_sharded(each))
+        if (each.suffix in SUFFIXES and each.is_file()) or (each.is_dir() and is_sharded(each))
     ]
     return sorted(found, key=lambda each: (each.stat().st_mtime_ns, each.name), reverse=True)
 

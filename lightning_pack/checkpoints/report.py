@@ -8,7 +8,8 @@ from time import localtime, strftime
 from typing import Any
 
 from lightning_pack.checkpoints.contents import Contents, DataState, Position, StreamPlace
-from lightning_pack.checkpoints.file import UnreadableCheckpointError, checkpoints_in, read_checkpoint
+from lightning_pack.checkpoints.file import UnreadableCheckpointError, read_checkpoint
+from lightning_pack.checkpoints.run_folder import found_in
 from lightning_pack.energon.fields import shown
 
 #: Lines of a list that are shown, and streams.
@@ -103,13 +104,14 @@ def listed(folder: Path) -> Iterator[str]:
     Raises:
         UnreadableCheckpointError: if there is none.
     """
-    found = _found(folder)
+    found = found_in(folder)
     yield f"{folder}: {_many(len(found), 'checkpoint')}, newest first"
-    width = max(len(path.name) for path in found)
-    for path in found:
+    names = [str(path.relative_to(folder)) for path in found]
+    width = max(map(len, names))
+    for path, name in zip(found, names, strict=True):
         saved = strftime("%Y-%m-%d %H:%M:%S", localtime(path.stat().st_mtime))
         contents, problem = _tried(path)
-        yield f"  {_plain(path.name):{width}}  {saved}  {f'CANNOT BE READ: {problem}' if contents is None else _line(contents)}"
+        yield f"  {_plain(name):{width}}  {saved}  {f'CANNOT BE READ: {problem}' if contents is None else _line(contents)}"
 
 
 def overview(folder: Path) -> list[dict[str, Any]]:
@@ -119,25 +121,18 @@ def overview(folder: Path) -> list[dict[str, Any]]:
         UnreadableCheckpointError: if there is none.
     """
     rows = []
-    for path in _found(folder):
+    for path in found_in(folder):
         contents, problem = _tried(path)
         data = None if contents is None else contents.data
         rows.append(
             {
-                "name": path.name,
+                "name": str(path.relative_to(folder)),
                 "step": None if contents is None else contents.step,
                 "rows": None if data is None or data.position is None else data.position.counts["rows"],
                 "problem": problem if data is None else data.problem,
             }
         )
     return rows
-
-
-def _found(folder: Path) -> list[Path]:
-    found = checkpoints_in(folder)
-    if not found:
-        raise UnreadableCheckpointError(f"{folder} holds no checkpoint (files .ckpt, .pt or .pth, or sharded checkpoints)")
-    return found
 
 
 def _tried(path: Path) -> tuple[Contents, None] | tuple[None, str]:

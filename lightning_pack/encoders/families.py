@@ -85,5 +85,10 @@ def vision_family(name: str) -> VisionFamily:
     return _FAMILIES[name]
 
 
+def known_image_tokens() -> frozenset[str]:
+    """Placeholders of all registered families."""
+    return frozenset(family.image_token for family in _FAMILIES.values())
+
+
 for _types in (("qwen2_vl",), ("qwen2_5_vl",), ("qwen3_vl", "qwen3_vl_moe")):
     register_vision_family(VisionFamily(name=_types[0], model_types=_types))
