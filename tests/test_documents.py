@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pack.cli import _COMMANDS, _LIGHTNING, main
@@ -32,7 +33,7 @@ from lightning_pack.prepare import train_tokenizer
 from tests.code_checks import faults
 from tests.command_parsers import options_of, refusal
 from tests.documents import FOLDERS, ROOT, Block, anchors, code_in, commands, pages, program_arguments, read
-from tests.padded_batches import Batches, HuggingFaceModule, pad, stay_double
+from tests.padded_batches import Batches, pad, stay_double
 from tests.tiny_models import alone_loss, make_sources, tiny_model
 
 PAGES = pages()
@@ -170,12 +171,21 @@ def test_python_runs(blocks: list[Block], place: Path) -> None:
     assert run, "no block of this page runs"
 
 
-class Plain(HuggingFaceModule):
+class Plain(LightningModule):
     """A module of a page's reader."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = tiny_model("llama", vocab_size=300)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss, batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("block", of("python"), ids=str)
@@ -385,3 +395,35 @@ def test_code_in_sentences_is_right(page: Path, monkeypatch: pytest.MonkeyPatch)
             continue
         wrong += [f"{code}: {fault}" for fault in faults(tree, whole=False)]
     assert not wrong
+
+
+def test_the_checks_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = ast.parse(
+        "PackingPolicy(capacity=8); PackedBatch.input_ids; lightning_pack.attention.THDInputs; policy.anything(1)"
+    )
+    assert not list(faults(right, whole=True))
+    wrong = "PackingPolicy(8, size=1); PackingPolicy(); ParallelLayout(context=2).multiples; lightning_pack.attention.THD"
+    assert list(faults(ast.parse(wrong), whole=True)) == [
+        "PackingPolicy takes no size",
+        "PackingPolicy: missing a required argument: 'capacity'",
+        "ParallelLayout has no multiples",
+        "no lightning_pack.attention.THD",
+    ]
+    monkeypatch.chdir(ROOT)
+    for line, said in {
+        "lightning-pack pack data": "no command",
+        "lightning-pack plan data --capacity 8 --sort": "unrecognized arguments: --sort",
+        "lightning-pack prepare chats.jsonl": "required: out",
+        "lightning-pack fit --config configs/quickstart.yaml --data.packing.size 8": "size",
+        "lightning-pack fit --config configs/quickstart.yaml --data.packing.capacity 0": "capacity",
+    }.items():
+        (words,) = commands(line)
+        assert said in refusal(program_arguments(words) or [], monkeypatch, capsys), line
+    page = ROOT / "README.md"
+    assert [is_path(name, page) for name in ("lightning_pack/row.py", "row.py", "binning/")] == [True] * 3
+    assert [is_path(name, page) for name in ("lightning_pack/rows.py", "rows.py", "tests/test_none.py")] == [False] * 3
+    assert [is_path(name, page) for name in ("data/rows", "plan.yaml", "runs/quickstart/last.ckpt")] == [None] * 3
+    assert commands("A=1 x --a \\\n  b && .venv/bin/lightning-pack fit  # why") == [
+        ["A=1", "x", "--a", "b"],
+        [".venv/bin/lightning-pack", "fit"],
+    ]
