@@ -33,8 +33,8 @@ from lightning_pack.prepare import train_tokenizer
 from tests.code_checks import faults
 from tests.command_parsers import options_of, refusal
 from tests.documents import FOLDERS, ROOT, Block, anchors, code_in, commands, pages, program_arguments, read
-from tests.padded_batches import Batches, pad, stay_double
-from tests.tiny_models import alone_loss, make_sources, tiny_model
+from tests.padded_batches import pad
+from tests.tiny_models import make_sources, tiny_model
 
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in read(page)[0]]
@@ -191,39 +191,6 @@ class Plain(LightningModule):
 @pytest.mark.parametrize("block", of("python"), ids=str)
 def test_calls_of_python_blocks_fit(block: Block) -> None:
     assert not list(faults(ast.parse(block.text), whole=True))
-
-
-@pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed")
-def test_ten_lines_turn_an_existing_module_into_a_packed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (text,) = {
-        block.text for block in of("python") if "PackedAttention(policy=PackingPolicy(capacity=4096))  # new" in block.text
-    }
-    assert len([line for line in text.splitlines() if line.strip()]) <= 10
-    monkeypatch.chdir(tmp_path)
-    stay_double(monkeypatch)
-    lengths = [(7, 3, 12), (5, 9, 4)]
-    parts = [make_sources(each, seed=seed) for seed, each in enumerate(lengths)]
-    names: dict[str, Any] = {
-        "model": tiny_model("llama", dtype=torch.float64),
-        "loader": Batches(*(lambda sources=sources: pad(sources) for sources in parts)),
-    }
-    shapes: list[torch.Size] = []
-    names["model"].register_forward_pre_hook(lambda _, __, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
-    exec(compile(text, "block", "exec"), names)
-    assert shapes == [(1, sum(each)) for each in lengths]
-    assert "Packing" in capsys.readouterr().out
-    expected = tiny_model("llama", dtype=torch.float64)
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3)
-    for sources in parts:
-        optimizer.zero_grad()
-        each = [alone_loss(expected, source) for source in sources]
-        torch.stack([loss for loss, _ in each]).sum().div(sum(n for _, n in each)).backward()
-        optimizer.step()
-    for a, b in zip(expected.parameters(), names["model"].parameters(), strict=True):
-        # AdamW divides by the size of a gradient, so rounding shows where that is near nothing.
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
 
 
 # --- configurations and data -------------------------------------------------------------------------------------------------
