@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_pack import EnergonPackDataModule, PackedAttention, PackedCausalLM
 from lightning_pack.cli import _COMMANDS, _LIGHTNING, main
 from lightning_pack.encoders import MediaRecord, read_record
 from lightning_pack.encoders.image_parts import read_image_chat
@@ -99,6 +100,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     with inside(folder), redirect_stdout(StringIO()):
         main(["prepare", "chats.jsonl", "data/mine", "--tokenizer", "path/to/tokenizer", "--no-progress"])
+        main(["plan", "data/mine", "--capacity", "256", "--sources", "64", "--out", "plan"])
         main(["prepack", "data/mine", "rows", "--capacity", "256"])
         main(["convert", "rows", "theirs", "--to", "megatron-bridge"])
         for split, name in (("train", "packed"), ("val", "packed_val")):
@@ -166,9 +168,22 @@ def test_python_runs(blocks: list[Block], place: Path) -> None:
             continue
         # As it stands, but for the number of steps.
         text = re.sub(r"max_steps=\d+", "max_steps=2", block.text)
+        supply(text)
         exec(compile("\n" * (block.line - 1) + text, str(block.page), "exec"), names)
         run += 1
     assert run, "no block of this page runs"
+
+
+def supply(text: str) -> None:
+    """Datasets and checkpoints that a block names, of the workshop's data and model."""
+    for name in re.findall(r"\"(data/[^\"]+)\"", text):
+        if not Path(name).exists():
+            shutil.copytree("data/mine", name)
+    for name in re.findall(r"\"([^\"]+\.ckpt)\"", text):
+        if not Path(name).exists():
+            trainer = Trainer(max_steps=1, limit_val_batches=0, callbacks=[PackedAttention()])
+            trainer.fit(PackedCausalLM("path/to/model"), EnergonPackDataModule("data/mine", num_workers=0))
+            trainer.save_checkpoint(name)
 
 
 class Plain(LightningModule):
@@ -241,9 +256,8 @@ def lines_of(block: Block) -> list[list[str]]:
 
 @pytest.mark.parametrize("blocks", by_page("text", "", *SHELL))
 def test_commands_are_understood(
-    blocks: list[Block], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    blocks: list[Block], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
     for block in blocks:
         lines = lines_of(block)
         assert lines or block.language not in SHELL, f"{block}: no command"
@@ -278,16 +292,15 @@ def test_cheap_commands_run(blocks: list[Block], place: Path, capsys: pytest.Cap
 
 def comments() -> Iterator[tuple[str, str]]:
     for config in sorted((ROOT / "configs").glob("*.yaml")):
-        for line in config.read_text().splitlines():
-            found = re.match(r"# +((?:pip|lightning-pack) .*)", line)
-            if found:
-                yield config.name, found[1]
+        text = re.sub(r"\\\n# *", " ", config.read_text())
+        for line in re.findall(r"^# +(lightning-pack .*)", text, flags=re.M):
+            yield config.name, line
 
 
+@pytest.mark.slow
 def test_commands_in_the_comments_of_configurations(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
     found = [(name, args) for name, line in comments() if (args := program_arguments(commands(line)[0])) is not None]
     assert len(found) > 3
     for name, args in found:
@@ -340,7 +353,7 @@ def test_named_files_and_tests_exist(page: Path) -> None:
     said = code_in(read(page)[1])
     missing = [code for code in said if is_path(code.partition("::")[0], page) is False]
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    missing += [code for code in said if re.fullmatch(r"test_\w+", code) and f"def {code}(" not in tests]
+    missing += [code for code in said if re.fullmatch(r"test(_[a-z0-9]+){3,}", code) and f"def {code}(" not in tests]
     assert not missing
 
 
