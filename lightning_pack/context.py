@@ -85,7 +85,7 @@ class ContextSlice(PackedBatch):
         return self.targets
 
     def token_mean(self, total: Tensor) -> Tensor:
-        """Mean loss over the target tokens of the full row, for a log. A collective of the ranks that hold its parts.
+        """Mean loss over the target tokens of the full row, ``[]``, for a log. A collective of the ranks that hold its parts.
 
         Args:
             total: sum of the losses of the targets in :attr:`shift_labels` of this part, without a gradient.

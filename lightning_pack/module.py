@@ -144,7 +144,7 @@ class PackedCausalLM(LightningModule):
         return total / count.clamp(min=1), count
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        """Mean loss over the target tokens of the row, or of what this rank holds of it; logged is that of the whole row."""
+        """Mean loss, ``[]``, over the target tokens of the row, or of what this rank holds of it; logged is that of the row."""
         total, count = self._total(batch)
         logged = batch.token_mean(total.detach())
         self.log("train_loss", logged, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)

@@ -183,10 +183,10 @@ class PackedBatch:
         return self.loss_mask.sum()
 
     def token_mean(self, total: Tensor) -> Tensor:
-        """Mean loss over the target tokens of the row, for a log; 0 where it has none.
+        """Mean loss over the target tokens of the row, ``[]``, for a log; 0 where it has none.
 
         Args:
-            total: sum of the losses of the targets in :attr:`shift_labels`, without a gradient.
+            total: sum of the losses of the targets in :attr:`shift_labels`, ``[]``, without a gradient.
         """
         return total / self.loss_mask.sum().clamp(min=1)
 

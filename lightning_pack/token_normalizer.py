@@ -64,7 +64,7 @@ class TokenNormalizer:
         *,
         optimizers: Sequence[Optimizer | LightningOptimizer] | None = None,
     ) -> Tensor:
-        """The loss for ``manual_backward``; what is given is not changed, so it may be logged.
+        """The loss for ``manual_backward``, ``[]``; what is given is not changed, so it may be logged.
 
         Target tokens count once the backward pass has run.
 

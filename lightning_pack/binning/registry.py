@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import Parameter, signature
 
+#: Indices of the lengths, by group.
 Groups = list[list[int]]
+#: ``packer(lengths, capacity, **options)``, lengths and capacity in tokens.
 Packer = Callable[..., Groups]
 
 #: Keywords of :func:`lightning_pack.binning.pack` itself.

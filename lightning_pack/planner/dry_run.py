@@ -19,6 +19,7 @@ from lightning_pack.policy import Overlength, PackingPolicy
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Sources of the buffers that are tried.
 BUFFER_SIZES = (16, 64, 256, 1024)
 #: That are read, and packed by each dry run.
 SOURCES = 20_000

@@ -16,6 +16,7 @@ from lightning_pack.attention.backends.transformer_engine import TransformerEngi
 from lightning_pack.attention.backends.varlen import VarlenBackend, varlen_unusable
 from lightning_pack.attention.context_parallel import ContextGroup
 
+#: What ``PackedAttention(backend=...)`` takes.
 BackendName = Literal["auto", "te", "varlen", "segments"]
 
 
