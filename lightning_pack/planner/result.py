@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What :func:`lightning_pack.plan` found. ``print(plan)`` shows the report, a notebook shows tables.
 
@@ -38,6 +38,9 @@ class Plan:
     capacities: tuple[CapacityChoice, ...]
     balance: RankBalance | None
     recommendation: Recommendation
+
+    def __repr__(self) -> str:
+        return f"Plan({self.sources.name!r}, {len(self.combinations)} combinations, recommended={self.policy!r})"
 
     @property
     def policy(self) -> PackingPolicy:
