@@ -218,6 +218,13 @@ WRONG: dict[str, tuple[Any, dict[str, bytes], dict[str, Any], str, str]] = {
     "no image": (IMAGE, {}, {}, "corrupt", "1 image parts .* name no image, and the sample brings none"),
     "image too many": (IMAGE, {"a.png": picture(0), "b.png": picture(1)}, {}, "corrupt", "1 image parts"),
     "list too short": ([*IMAGE, *IMAGE], {}, {"images": ["a.png"]}, "corrupt", "2 image parts .* the record lists 1"),
+    "unseen": (
+        IMAGE,
+        {"a.png": picture(0), "b.png": picture(1), "c.png": picture(2)},
+        {"images": ["sample-7.b.png"]},
+        "corrupt",
+        r"brings the images \['a.png', 'c.png'\], and neither",
+    ),
     "missing": ([{"type": "image", "image": "b.png"}], {"a.png": picture(0)}, {}, "corrupt", "0 image parts"),
     "missing file": ([{"type": "image", "image": "/nowhere/b.png"}], {}, {}, "image", "no file '/nowhere/b.png'"),
     "relative": ([{"type": "image", "image": "b.png"}], {}, {}, "image", "needs a .jsonl file to start from, or image_root="),

@@ -7,7 +7,8 @@ An image part of a message names its image, or takes the next of those that are 
 
 A name is that of a member of the sample, with or without its key, of a file (relative to the ``.jsonl`` file), or a ``data:``
 address. Without names the images come from the record's ``images`` (or ``image``), a list of names in the order of the parts,
-or, where there is no such field, are the image members of the sample in the order of the shard.
+or, where there is no such field, are the image members of the sample in the order of the shard. Each image member is shown: one
+that neither a part nor the list names leaves the sample out.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def read_image_chat(
             "corrupt",
             f"{unnamed} image parts of the messages name no image, and {origin}: each image needs its place in a message, as "
             '{"type": "image"}, and each place its image',
+            "images do not match",
+        )
+    if unseen := [name for name in files if name not in rest and name not in parts.named]:
+        raise LeaveOut(
+            "corrupt",
+            f"the sample brings the images {unseen}, and neither a part of its messages nor the record's list names them: name "
+            "each where it is seen, or leave it out of the sample",
             "images do not match",
         )
     order = iter(rest)
