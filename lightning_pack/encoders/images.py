@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -33,6 +34,11 @@ _TURNS = dict(
 )
 #: What Pillow raises for files that are no images, or whose content ends too early.
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
+
+
+#: Formats that are named where another cannot be read.
+_COMMON = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class MediaRecord(dict[str, Any]):
@@ -165,7 +171,14 @@ class EncodedImage:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> LeaveOut:
-        return LeaveOut("image", f"image {self.name!r} cannot be read ({type(error).__name__}: {error})", "image unreadable")
+        import PIL
+
+        if isinstance(error, PIL.UnidentifiedImageError):
+            what = f"is not an image that Pillow can read ({_readable()})"
+        else:
+            # Addresses would make the same fault another text in each run.
+            what = f"cannot be read ({type(error).__name__}: {_ADDRESS.sub('', str(error))})"
+        return LeaveOut("image", f"image {self.name!r} {what}", "image unreadable")
 
 
 def on_white(image: Image) -> Image:
@@ -195,6 +208,13 @@ def _orientation(image: Image) -> int:
         warnings.simplefilter("ignore", UserWarning)
         value = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1)
     return value if isinstance(value, int) else 1
+
+
+def _readable() -> str:
+    import PIL.Image
+
+    PIL.Image.init()
+    return f"here it reads {', '.join(name for name in _COMMON if name in PIL.Image.OPEN)} and more"
 
 
 def _ending(name: str) -> str:
