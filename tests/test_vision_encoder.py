@@ -14,7 +14,7 @@ from PIL import Image, ImageFile, ImageOps
 from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 from lightning_pack.encoders import LeaveOut, MediaRecord, TemplateError, VisionChatEncoder, mrope_positions
-from lightning_pack.encoders.images import EncodedImage
+from lightning_pack.encoders.images import EncodedImage, is_image_name
 from lightning_pack.source import IGNORE, EncodedSource
 from tests.tiny_vision import chat, image_processor, picture, sample, vision_encoder, vision_model, vision_tokenizer
 
@@ -158,6 +158,26 @@ def test_named_images_and_the_rest_in_order() -> None:
     parts[0]["image"] = "some-key.2.png"
     again = encoder("some-key", with_messages(parts, files=files, images=["some-key.0.png", "1.png"])).completed()
     assert again.media["image_grid_thw"].tolist() == wanted
+
+
+@pytest.mark.parametrize("ending", ["jfif", "JPE", "pixels", "a.v2"])
+def test_any_ending_is_an_image_if_it_is_named(ending: str) -> None:
+    content, encoder = picture(0, kind="JPEG"), vision_encoder()
+    files = {f"0.{ending}": content, "notes": b"of the photographer"}
+    expected = encoder("a", with_messages(IMAGE, files={"0.jpg": content})).completed().media["pixel_values"]
+    named = with_messages([{"type": "image", "image": f"0.{ending}"}], files=files)
+    listed = with_messages(IMAGE, files=files, images=[f"a.0.{ending}"])
+    for given in (named, listed):
+        assert torch.equal(encoder("a", given).completed().media["pixel_values"], expected)
+    unnamed = with_messages(IMAGE, files=files)
+    if is_image_name(f"0.{ending}"):
+        assert torch.equal(encoder("a", unnamed).completed().media["pixel_values"], expected)
+        return
+    with pytest.raises(LeaveOut, match=rf"brings none .* \(and \['0.{ending}', 'notes'\], which would be images if they were"):
+        encoder("a", unnamed)
+    with pytest.raises(LeaveOut, match="'notes' is not an image that Pillow can read") as caught:
+        encoder("a", with_messages([{"type": "image", "image": "notes"}], files=files))
+    assert caught.value.reason == "image"
 
 
 TURNED = io.BytesIO()

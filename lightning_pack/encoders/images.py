@@ -17,8 +17,12 @@ from lightning_pack.encoders.base import LeaveOut
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Endings of the members of a sample that are images.
-IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+#: Endings of the members of a sample that are images also where nobody names them.
+IMAGE_ENDINGS = (
+    *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"),
+    # Whether these can be read depends on Pillow.
+    *("avif", "heic", "heif"),
+)
 #: Whose values Pillow turns to 8-bit RGB without loss of range.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 #: Of these, those with a channel that says how much is seen.
@@ -47,12 +51,13 @@ class MediaRecord(dict[str, Any]):
     Args:
         fields: of the record.
         files: other members of the sample by their names without the sample key, such as ``0.jpg``, in the order of the shard.
+            Those with another ending than :data:`IMAGE_ENDINGS` are images only where they are named.
         folder: that relative paths start from; None where there is none.
     """
 
     def __init__(self, fields: Mapping[str, Any], *, files: Mapping[str, bytes], folder: str | None = None) -> None:
         super().__init__(fields)
-        self.files = {name: content for name, content in files.items() if _ending(name) in IMAGE_ENDINGS}
+        self.files = dict(files)
         self.folder = folder
 
 
@@ -217,5 +222,6 @@ def _readable() -> str:
     return f"here it reads {', '.join(name for name in _COMMON if name in PIL.Image.OPEN)} and more"
 
 
-def _ending(name: str) -> str:
-    return name.rpartition(".")[2].lower()
+def is_image_name(name: str) -> bool:
+    """Whether a member of a sample is an image by its ending."""
+    return name.rpartition(".")[2].lower() in IMAGE_ENDINGS

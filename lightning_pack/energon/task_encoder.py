@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.energon import (
     Cooker,
@@ -62,6 +62,11 @@ def _make_cheap(buffer: SavableSampleBuffer[Sample]) -> None:
         return FlexState(__class__=type(buffer).__name__, _restore_keys=list(buffer._restore_keys))
 
     buffer.worker_start, buffer.save_state = refill, save
+
+
+class _Fault(NamedTuple):
+    reason: str
+    why: str
 
 
 class PackTaskEncoder(DefaultTaskEncoder):
@@ -133,11 +138,11 @@ class PackTaskEncoder(DefaultTaskEncoder):
             self._seed_of = worker, worker.worker_seed()
         seed_for(number_of(sample.__restore_key__), seed=self._seed_of[1])
         found = self._tried(key, lambda: self.encoder(key, self._record_of(sample)))
-        return found if isinstance(found, EncodedSource) else EncodedSource.dropped(key, found)
+        return found if isinstance(found, EncodedSource) else EncodedSource.dropped(key, found.reason, why=found.why)
 
     @staticmethod
-    def _tried(key: str, make: Callable[[], EncodedSource]) -> EncodedSource | str:
-        """What is made, or the reason why it cannot be."""
+    def _tried(key: str, make: Callable[[], EncodedSource]) -> EncodedSource | _Fault:
+        """What is made, or why it cannot be."""
         try:
             return make()
         except LeaveOut as e:
@@ -150,7 +155,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
         except Exception as e:
             reason, why = "encoder_error", f"{type(e).__name__}: {e}"
         logger.info("sample %r is left out (%s): %s", key, reason, why)
-        return reason
+        return _Fault(reason, why)
 
     def select_samples_to_pack(
         self, samples: list[EncodedSource], *, ages: Sequence[int] | None = None, final: bool = True
@@ -185,7 +190,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
                 sources.append(found)
                 ages.append(age)
             else:
-                left_out.append(LeftOut(source.key, found, len(source)))
+                left_out.append(LeftOut(source.key, found.reason, len(source)))
         layout = pack.layout
         if len(sources) < len(pack.sources):
             layout = self.policy.layout([len(source) for source in sources]) if sources else None
