@@ -5,10 +5,10 @@ An image part of a message names its image, or takes the next of those that are 
     {"role": "user", "content": [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": "What is this?"}]}
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
 
-A name is that of a member of the sample, whatever its ending, with or without its key, of a file (relative to the ``.jsonl`` file), or a ``data:``
-address. Without names the images come from the record's ``images`` (or ``image``), a list of names in the order of the parts,
-or, where there is no such field, are the image members of the sample in the order of the shard. Each image member is shown: one
-that neither a part nor the list names leaves the sample out.
+A name is that of a member of the sample, whatever its ending, with or without its key, of a file (relative to the ``.jsonl``
+file), or a ``data:`` address. Without names the images come from the record's ``images`` (or ``image``), a list of names in the
+order of the parts, or, where there is no such field, are the image members of the sample in the order of the shard. Each image
+member is shown: one that neither a part nor the list names leaves the sample out.
 """
 
 from __future__ import annotations
