@@ -19,6 +19,8 @@ from lightning_pack.policy_checks import check_encoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightning_pack.energon import StreamOptions
+
 #: A capacity that no source exceeds, so that all are measured whole.
 _UNBOUNDED = 1 << 40
 
@@ -39,6 +41,7 @@ class Sources:
         held: bytes that each holds in the buffer beyond ids and labels; none given means 0 for all, as for lengths alone.
         costs: of the media of each; none given means that there are none.
         shuffled: samples in the shuffle buffer of a loader worker.
+        options: with which they were read; None for lengths alone.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Sources:
     held: tuple[int, ...] = field(default=(), repr=False)
     costs: tuple[MediaCost, ...] = field(default=(), repr=False)
     shuffled: int = 0
+    options: StreamOptions | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def given(cls, lengths: Sequence[int], *, most: int) -> Sources:
@@ -126,6 +130,7 @@ class Sources:
             held=tuple(found.held),
             costs=tuple(found.media),
             shuffled=data.shuffle_buffer_size,
+            options=data.options,
         )
 
     def media(self, policy: PackingPolicy) -> SourceMedia | None:
