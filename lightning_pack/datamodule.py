@@ -20,6 +20,7 @@ from lightning_pack.energon import (
     ExactLoader,
     PassLoader,
     StreamOptions,
+    check_group_field,
     has_split,
 )
 from lightning_pack.energon.outage import StorageRetry
@@ -277,6 +278,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         return RowEncoder(manifest), policy
 
     def _set_up_training(self) -> None:
+        check_group_field(self.options)
         trainer = self.trainer
         stream = TrainingStream(
             self.options,

@@ -105,7 +105,7 @@ class VisionChatEncoder:
         self._chat = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs)
         self.pad_id = self._chat.pad_id
         self._image_root = None if image_root is None else str(image_root)
-        self._group_by = group_by
+        self.group_by = group_by
         self.image_token_id = known_token(self.tokenizer, self.family)
         vocabulary = self.tokenizer.get_vocab()
         self._refused = {vocabulary[token]: token for token in self.family.other_media_tokens if token in vocabulary}
@@ -147,8 +147,8 @@ class VisionChatEncoder:
         source = EncodedSource.of(key, input_ids, input_ids.masked_fill(~wanted, IGNORE))
         if bool((source.labels == IGNORE).all()):
             raise LeaveOut("no_targets", f"no token of sample {key!r} is the assistant's")
-        if self._group_by is not None and record.get(self._group_by) is not None:
-            source.group = str(record[self._group_by])
+        if self.group_by is not None and record.get(self.group_by) is not None:
+            source.group = str(record[self.group_by])
         if images:
             source.deferred = DeferredImages(self, tuple(images), tokens)
             source.media_tokens = sum(tokens)
@@ -193,7 +193,7 @@ class VisionChatEncoder:
             "family": self.family.name,
             "image_token": self.family.image_token,
             "image_processor": image_processor_fingerprint(self.image_processor),
-            "group_by": self._group_by,
+            "group_by": self.group_by,
         }
 
     def _tensors(self, images: Sequence[EncodedImage]) -> dict[str, Tensor]:

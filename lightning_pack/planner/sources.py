@@ -97,7 +97,7 @@ class Sources:
             ValueError: if there is no such dataset, no tokenizer, or no source that can be trained on.
         """
         from lightning_pack.datamodule import EnergonPackDataModule
-        from lightning_pack.energon import sample_sources
+        from lightning_pack.energon import check_group_field, sample_sources
         from lightning_pack.offline.manifest import Manifest
 
         if Manifest.read(path) is not None:
@@ -107,6 +107,7 @@ class Sources:
         )
         data.setup("validate")
         check_encoder(policy, data.encoder)
+        check_group_field(data.options)
         found = sample_sources(data.options, most=most)
         left_out = tuple(
             LeftOutCount(reason=reason, sources=count)
