@@ -20,6 +20,7 @@ from lightning_pack.energon import (
     ExactLoader,
     PassLoader,
     StreamOptions,
+    check_group_field,
     has_split,
 )
 from lightning_pack.energon.outage import StorageRetry
@@ -290,6 +291,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         return RowEncoder(manifest, media=media), policy
 
     def _set_up_training(self) -> None:
+        check_group_field(self.options)
         trainer = self.trainer
         stream = TrainingStream(
             self.options,

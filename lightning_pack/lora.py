@@ -13,9 +13,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_pack.callbacks.media_parameters import media_parameters
+from lightning_pack.resume import different_settings, plain_settings
 
 #: Entry of a checkpoint without the frozen weights: what they were.
 BASE = "lightning_pack_frozen_weights"
+#: And the configuration of their model, which decides what weights that are equal compute.
+CONFIGURATION = "lightning_pack_frozen_configuration"
+#: Settings that change nothing of that, where they stand in a configuration or in a part of it.
+_NOTES = frozenset(
+    {
+        *("_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "label2id", "problem_type"),
+        *("output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "transformers_version", "use_cache"),
+    }
+)
 #: Values of each frozen weight that are compared.
 _SAMPLED = 256
 
@@ -150,14 +160,24 @@ def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
     frozen = _frozen(module)
     checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in frozen}
     checkpoint[BASE] = frozen_weights(module)
+    checkpoint[CONFIGURATION] = _configuration(module)
 
 
 def put_in_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
     """Complete a checkpoint of :func:`leave_out_frozen` with the frozen weights of ``module``.
 
     Raises:
-        ValueError: if these are others than those that the adapters were trained with.
+        ValueError: if these are others than those that the adapters were trained with, or their model has another
+            configuration, naming the settings that differ.
     """
+    # Before the weights: where both differ, this says why. Checkpoints of releases that did not note it have none.
+    if CONFIGURATION in checkpoint and (
+        changed := different_settings(plain_settings(checkpoint[CONFIGURATION]), _configuration(module))
+    ):
+        raise ValueError(
+            "the checkpoint holds adapters alone (lora.adapters_only), and they were trained beside a model of another "
+            "configuration:\n" + "\n".join(changed) + "\nSet it back, or begin a new run"
+        )
     if frozen_weights(module) != checkpoint[BASE]:
         raise ValueError(
             "the checkpoint holds adapters alone (lora.adapters_only), and they were trained with other frozen weights than "
@@ -178,6 +198,20 @@ def frozen_weights(module: nn.Module) -> str:
         hasher.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
         hasher.update(sampled.view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
+
+
+def _configuration(module: nn.Module) -> dict[str, Any]:
+    """The settings of the model in a module, flat, as plain values."""
+    (config, *_) = (part.config for part in module.modules() if isinstance(part, PreTrainedModel))
+    return plain_settings(_without_notes(config.to_dict()))
+
+
+def _without_notes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_notes(part) for name, part in value.items() if name not in _NOTES}
+    if isinstance(value, list | tuple):
+        return [_without_notes(part) for part in value]
+    return value
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:

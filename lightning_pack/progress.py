@@ -182,9 +182,7 @@ class TrainingProgress(RewindingCallback, Generic[Loader]):
         self.loader.commit()
 
     def _count(self) -> None:
-        batch = self.loader.trained()
-        new = (1, len(batch.source_keys), int(batch.cu_seqlens[-1]), len(batch.left_out))
-        for name, more in zip(COUNTS, new, strict=True):
+        for name, more in zip(COUNTS, (1, *self.loader.trained()), strict=True):
             self.counts[name] += more
 
     def _catch_up(self, trainer: pl.Trainer) -> None:

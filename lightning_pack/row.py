@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lightning_pack.boundaries import check_offsets
-from lightning_pack.media import Media, PlainMedia, from_plain, joined, to_plain
+from lightning_pack.media import Media, PlainMedia, from_plain, joined, nbytes, to_plain
 from lightning_pack.model_arguments import model_arguments
 from lightning_pack.notebook import batch_html
 from lightning_pack.source import IGNORE, LeftOut, Pack
@@ -177,6 +177,12 @@ class PackedBatch:
     def width(self) -> int:
         """T, in tokens."""
         return self.input_ids.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        fixed = {id(value): value.nbytes for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return sum(fixed.values()) + nbytes(self.media)
 
     def target_tokens(self) -> Tensor | int:
         """Targets of the row; an int64 scalar on its device, or a number where that is known."""

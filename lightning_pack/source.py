@@ -43,6 +43,8 @@ class EncodedSource:
     #: A plain text, which ``overlength="split"`` may cut in pieces.
     splittable: bool = False
     left_out: LeftOut | None = None
+    #: Why in words, for a message.
+    why: str = field(default="", repr=False)
     #: Sources of different groups do not share a pack.
     group: str | None = None
     #: int64 ``[3, L]``: M-RoPE positions (time, height, width); None where text positions are all.
@@ -66,10 +68,10 @@ class EncodedSource:
         return cls(key=key, input_ids=input_ids, labels=labels)
 
     @classmethod
-    def dropped(cls, key: str, reason: str, tokens: int = 0) -> EncodedSource:
+    def dropped(cls, key: str, reason: str, tokens: int = 0, *, why: str = "") -> EncodedSource:
         """The marker of a source that is left out whole."""
         none = torch.empty(0, dtype=torch.int64)
-        return cls(key=key, input_ids=none, labels=none, left_out=LeftOut(key, reason, tokens))
+        return cls(key=key, input_ids=none, labels=none, left_out=LeftOut(key, reason, tokens), why=why)
 
     @property
     def news(self) -> list[LeftOut]:

@@ -1,8 +1,9 @@
-"""TrackedLoader: rows that are kept, each with the position after it, until they are trained on for good.
+"""TrackedLoader: rows that come again, each with the position after it, until they are trained on for good.
 
 Lightning may fetch a row and never train it (it prefetches one, it starts a new epoch, it stops), and a row may be trained on
-in a step that is never completed. So every row is kept with the position after it until :meth:`TrackedLoader.trained` and
-:meth:`TrackedLoader.commit` say that it is final; the state is the position of the first row that is not.
+in a step that is never completed. So the position after every row is kept until :meth:`TrackedLoader.trained` and
+:meth:`TrackedLoader.commit` say that it is final; the state is the position of the first row that is not. The first rows that
+wait so are kept themselves, as many as Lightning ever has in hand; what is beyond is read again if it is asked for again.
 """
 
 from __future__ import annotations
@@ -11,14 +12,27 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import takewhile
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from lightning_pack.row import PackedBatch
 
-#: So many rows that are fetched and never counted as trained are a mistake, and memory.
+#: So many rows that are fetched and never counted as trained are a mistake.
 MOST_UNTRAINED = 1024
+#: Rows that wait to be trained on are kept in memory whatever they take: more than Lightning prefetches.
+LEAST_KEPT = 4
+#: Bytes of such rows beyond which no more of them are kept.
+MOST_KEPT_BYTES = 1 << 28
 
 Position = TypeVar("Position")
+
+
+class TrainedRow(NamedTuple):
+    """What is counted of a row: its sources, their real tokens, and the sources left out that it told of."""
+
+    sources: int
+    tokens: int
+    left_out: int
 
 
 class ProgressLoader(Protocol):
@@ -28,7 +42,7 @@ class ProgressLoader(Protocol):
 
     @property
     def finished(self) -> bool: ...  # noqa: D102
-    def trained(self) -> PackedBatch: ...  # noqa: D102
+    def trained(self) -> TrainedRow: ...  # noqa: D102
     def commit(self) -> None: ...  # noqa: D102
     def state(self) -> Any: ...  # noqa: D102
     def restore(self, state: Mapping[str, Any] | None) -> None: ...  # noqa: D102
@@ -44,6 +58,17 @@ class Fetched(Generic[Position]):
     ends_pass: bool = False
 
 
+@dataclass(frozen=True)
+class _Waiting(Generic[Position]):
+    """A row that is not counted as trained; ``batch`` is None where it is not kept."""
+
+    batch: PackedBatch | None
+    nbytes: int
+    counts: TrainedRow
+    after: Position
+    ends_pass: bool
+
+
 class TrackedLoader(ABC, Generic[Position]):
     """A plain iterable: Lightning saves and restores nothing of it by itself. Each iteration is one pass, or the rest of one.
 
@@ -52,7 +77,8 @@ class TrackedLoader(ABC, Generic[Position]):
     """
 
     def __init__(self, start: Position) -> None:
-        self._fetched: deque[Fetched[Position]] = deque()
+        #: Those that are kept come first.
+        self._fetched: deque[_Waiting[Position]] = deque()
         #: After the last row that was fetched whole; an interrupted fetch does not move it.
         self._reached = self._counted = self._committed = start
         self._rows: Iterator[Fetched[Position]] | None = None
@@ -84,10 +110,17 @@ class TrackedLoader(ABC, Generic[Position]):
     def _shut(self) -> None:
         """Give up what was opened to read."""
 
+    def _reads_again(self) -> bool:
+        """Whether rows behind any position can be read once more, by this rank alone."""
+        return True
+
     def __iter__(self) -> Iterator[PackedBatch]:
-        for fetched in list(self._fetched):
-            yield fetched.batch
-            if fetched.ends_pass:
+        for waiting in list(self._fetched):
+            if waiting.batch is None:
+                self._forget()
+                break
+            yield waiting.batch
+            if waiting.ends_pass:
                 return
         while self._more():
             self.before_fetch()
@@ -96,11 +129,11 @@ class TrackedLoader(ABC, Generic[Position]):
             if fetched.ends_pass:
                 return
 
-    def trained(self) -> PackedBatch:
-        """Count the oldest fetched row as trained, and return it as it was fetched (on the CPU)."""
-        fetched = self._fetched.popleft()
-        self._counted = fetched.after
-        return fetched.batch
+    def trained(self) -> TrainedRow:
+        """Count the oldest fetched row as trained, and say what is in it."""
+        waiting = self._fetched.popleft()
+        self._counted = waiting.after
+        return waiting.counts
 
     def commit(self) -> None:
         """Make what was counted as trained final: an optimizer step is complete."""
@@ -138,6 +171,24 @@ class TrackedLoader(ABC, Generic[Position]):
             raise
         if fetched.ends_pass:
             self._rows = None
-        self._fetched.append(fetched)
+        batch = fetched.batch
+        counts = TrainedRow(len(batch.source_keys), int(batch.cu_seqlens[-1]), len(batch.left_out))
+        kept, held = (batch, batch.nbytes) if self._keeps_more() else (None, 0)
+        self._fetched.append(_Waiting(kept, held, counts, fetched.after, fetched.ends_pass))
         self._reached = fetched.after
         return fetched
+
+    def _keeps_more(self) -> bool:
+        if len(self._fetched) < LEAST_KEPT or not self._reads_again():
+            return True
+        if self._fetched[-1].batch is None:
+            return False
+        return sum(waiting.nbytes for waiting in self._fetched) < MOST_KEPT_BYTES
+
+    def _forget(self) -> None:
+        """Go back to the first row that is not kept."""
+        kept = list(takewhile(lambda waiting: waiting.batch is not None, self._fetched))
+        self._rows = None
+        self._shut()
+        self._fetched = deque(kept)
+        self._reached = kept[-1].after if kept else self._counted

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ import pytest
 import torch
 
 from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy
+from lightning_pack.tracked import LEAST_KEPT
 from tests.numbers_data import NumberEncoder, records_of, same_batch, write_webdataset
+from tests.training import digest
 
 
 class PlainNumbers(NumberEncoder):
@@ -248,6 +252,45 @@ def test_batches_that_are_never_counted_are_an_error(numbers: Path, monkeypatch:
     with pytest.raises(RuntimeError, match="give the Trainer the datamodule itself and not its loader"):
         next(run.batches)
     assert len(fetched) == 5
+
+
+@pytest.mark.parametrize(("workers", "epochs"), [(0, None), (2, None), (0, 2)])
+def test_rows_that_are_never_counted_do_not_stay_in_memory(
+    numbers: Path, monkeypatch: pytest.MonkeyPatch, workers: int, epochs: int | None
+) -> None:
+    monkeypatch.setattr("lightning_pack.tracked.MOST_KEPT_BYTES", 1)
+    run = Run(numbers, num_workers=workers, epochs=epochs, algorithm="best_fit_decreasing")
+    first = run.train(3)
+    loader = run.data.train_dataloader()
+    digests, alive = [], []
+    for row in loader:
+        digests.append(digest(row))
+        alive.append(weakref.ref(row))
+        del row
+        if len(digests) == 20:
+            break
+    gc.collect()
+    # The last one is still in hand of who gave it.
+    assert sum(ref() is not None for ref in alive[:-1]) == LEAST_KEPT
+    before = comparable(run.data.state_dict())
+    # They come again all the same, and nothing that was not counted moves the position.
+    run.batches = iter(loader)
+    again = [digest(next(run.batches)) for _ in range(26)]
+    assert again[:20] == digests
+    assert len(set(again)) == 26
+    assert comparable(run.data.state_dict()) == before
+    run.batches = iter(loader)
+    trained = [digest(row) for row in run.train(26)]
+    assert trained == again
+    state = run.end()
+    assert state["ranks"][0]["counts"]["rows"] == 29
+    resumed = Run(numbers, num_workers=workers, epochs=epochs, algorithm="best_fit_decreasing", state=state)
+    whole = Run(numbers, num_workers=workers, epochs=epochs, algorithm="best_fit_decreasing")
+    expected = [digest(row) for row in whole.train(32)]
+    assert [digest(row) for row in first] + trained == expected[:29]
+    assert [digest(row) for row in resumed.train(3)] == expected[29:]
+    resumed.end()
+    whole.end()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_pack import LoraOptions, PackedCausalLM
 from lightning_pack.attention import ActivatedModel, inspect_model
-from lightning_pack.lora import BASE
+from lightning_pack.lora import BASE, frozen_weights
 from lightning_pack.prepare import prepare_jsonl
 from lightning_pack.source import IGNORE
+from tests.test_exact_position import through_a_file
 from tests.test_module import Endless, trainer_of
 from tests.test_vision_rows import alone, summed_loss, vision_row, vision_sources
 from tests.test_vision_training import needs_images
@@ -171,6 +174,35 @@ def test_adapters_need_the_weights_that_they_were_trained_with(tmp_path: Path) -
     with torch.no_grad():
         assert torch.equal(same(row), module(row))
         assert not torch.equal(adapted(tiny_config("llama"))(row), module(row))
+
+
+def test_adapters_need_the_configuration_that_they_were_trained_with() -> None:
+    """Of weights that are equal: what else decides what they compute is compared."""
+    config = vision_config("qwen3_vl")
+    module = adapted(config, adapters_only=True)
+    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(content)
+    content = through_a_file(content)
+
+    def resumed(change: Callable[[dict[str, Any]], Any]) -> None:
+        other = copy.deepcopy(config)
+        change(other)
+        again = adapted(other, adapters_only=True)
+        assert frozen_weights(again) == content[BASE]
+        again.on_load_checkpoint(copy.copy(content))
+
+    resumed(lambda other: other["text_config"].update(use_cache=not config["text_config"].get("use_cache", True)))
+    for change, message in (
+        (
+            lambda other: other["text_config"]["rope_parameters"].update(rope_theta=1e4),
+            r"text_config.rope_parameters.rope_theta: 500000.0 in the checkpoint, 10000.0 now\nSet it back",
+        ),
+        (lambda other: other["text_config"].update(rms_norm_eps=0.5), r"text_config.rms_norm_eps: 1e-06 in .*, 0.5 now"),
+        (lambda other: other["vision_config"].update(hidden_act="relu"), r"vision_config.hidden_act: '.*' in .*, 'relu' now"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            resumed(change)
+        assert str(caught.value).count(" in the checkpoint, ") == 1
 
 
 @pytest.mark.parametrize(

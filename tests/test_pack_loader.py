@@ -38,6 +38,7 @@ from lightning_pack.collated.fields import KEY_NAMES
 from lightning_pack.loader_progress import LoaderProgress
 from lightning_pack.resume import ResumeError
 from lightning_pack.source import IGNORE, EncodedSource
+from lightning_pack.tracked import LEAST_KEPT
 from tests.padded_batches import Batches, HuggingFaceModule, pad, stay_double
 from tests.ranks import on_ranks
 from tests.test_padded_training import PARTS, farthest
@@ -241,6 +242,19 @@ def tracked(**options: Any) -> Any:
     packed = pack_loader(stateful(workers=workers), PackingPolicy(24), window=3, **options)
     packed.tracked = True
     return packed
+
+
+def test_rows_that_are_never_counted_come_again_without_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_pack.tracked.MOST_KEPT_BYTES", 1)
+    packed = tracked()
+    whole = [digest(row) for row in packed]
+    assert len(packed._fetched) == len(whole) > 10
+    assert sum(waiting.batch is not None for waiting in packed._fetched) == LEAST_KEPT
+    assert [digest(row) for row in packed] == whole
+    assert [row for row, _ in read(packed, passes=1)] == whole
+    assert not packed._fetched
+    other = tracked()
+    assert [row for row, _ in read(other, passes=2)] == whole + [row for row, _ in read(packed, passes=1)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,10 +1,14 @@
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
+from lightning_pack import EnergonPackDataModule, PackingPolicy, plan
 from lightning_pack.encoders import RecordEncoder, TemplateError, load_tokenizer
+from lightning_pack.energon import check_group_field
 from lightning_pack.prepare import BadLineError, prepare_jsonl, prepared, train_tokenizer
+from lightning_pack.prepare.image_lines import ImageLineParser
 from tests.prepared_files import digests, members, read_back
 
 TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -34,11 +38,13 @@ def records(count):
 
 
 def kept(record):
+    """The form of a record, and its plain notes."""
     if "text" in record:
-        return {"text": record["text"]}
+        return {"text": record["text"], "id": 5}
     if "messages" in record:
         return {"messages": record["messages"]}
-    return {"messages": [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]}
+    turns = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]
+    return {"messages": turns, "source": "x"}
 
 
 def test_every_record_comes_back_once_with_its_line_number(tmp_path, tokenizer):
@@ -60,6 +66,39 @@ def test_every_record_comes_back_once_with_its_line_number(tmp_path, tokenizer):
     assert (dataset.lengths.median, dataset.lengths.p95, dataset.lengths.longest) == (lengths[100], lengths[190], lengths[-1])
     assert not (dataset.tokenizer / "model.safetensors").exists()
     assert encoder.fingerprint() == RecordEncoder(load_tokenizer(tokenizer)).fingerprint()
+
+
+def test_prepared_sources_are_grouped_by_a_field_of_their_lines(tmp_path, tokenizer):
+    languages = ["de", "en", None, "fr"]
+    lines = [{"text": f"{i} word", "language": languages[i % 4], "meta": {"nested": 1}} for i in range(60)]
+    file = write(tmp_path / "texts.jsonl", lines)
+    made = prepare_jsonl(file, tmp_path / "out", tokenizer=tokenizer, progress=False, shards=1)
+    policy = PackingPolicy(256, buffer_size=16)
+    data = EnergonPackDataModule(made.path, packing=policy, group_by="language", num_workers=0, epochs=1)
+    data.setup("fit")
+    rows = list(data.train_dataloader())
+    data.teardown("fit")
+    of_key = {f"{i + 1:010d}": languages[i % 4] for i in range(60)}
+    groups = [{of_key[key.split("/")[-1]] for key in row.source_keys} for row in rows]
+    assert max(len(row.source_keys) for row in rows) > 2
+    assert all(len(group) == 1 for group in groups)
+    assert {language for group in groups for language in group} == set(languages)
+    # A field that no record has is no group; what is not plain is not kept.
+    for wrong in ("lang", "meta"):
+        message = rf"group_by='{wrong}': none of the \d+ records of '.*out' has a value in this field, .*\['language', 'text'\]"
+        wrongly = EnergonPackDataModule(made.path, packing=policy, group_by=wrong, num_workers=0)
+        with pytest.raises(ValueError, match=message):
+            wrongly.setup("fit")
+        with pytest.raises(ValueError, match=message):
+            plan(made.path, capacity=256, group_by=wrong, sources=50)
+    chat = ImageLineParser(tmp_path)(json.dumps({"messages": TURNS, "language": "de", "meta": {}}).encode())
+    assert chat == {"messages": TURNS, "images": [], "language": "de"}
+    last = write(tmp_path / "late.jsonl", [{"text": "a"}] * 30 + [{"text": "b", "language": "de"}])
+    late = prepare_jsonl(last, tmp_path / "late", tokenizer=tokenizer, progress=False, shards=1, val_fraction=0)
+    grouped = EnergonPackDataModule(late.path, packing=policy, group_by="language", num_workers=0)
+    grouped.setup("fit")
+    with pytest.raises(ValueError, match=r"none of the first 2 records"):
+        check_group_field(replace(grouped.options, encoder=RecordEncoder(data.tokenizer, group_by="lang")), most=2)
 
 
 def test_lengths_are_of_records_taken_evenly(tmp_path, tokenizer):

@@ -14,7 +14,7 @@ from PIL import Image, ImageFile, ImageOps
 from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 from lightning_pack.encoders import LeaveOut, MediaRecord, TemplateError, VisionChatEncoder, mrope_positions
-from lightning_pack.encoders.images import EncodedImage
+from lightning_pack.encoders.images import EncodedImage, is_image_name
 from lightning_pack.source import IGNORE, EncodedSource
 from tests.tiny_vision import chat, image_processor, picture, sample, vision_encoder, vision_model, vision_tokenizer
 
@@ -160,6 +160,26 @@ def test_named_images_and_the_rest_in_order() -> None:
     assert again.media["image_grid_thw"].tolist() == wanted
 
 
+@pytest.mark.parametrize("ending", ["jfif", "JPE", "pixels", "a.v2"])
+def test_any_ending_is_an_image_if_it_is_named(ending: str) -> None:
+    content, encoder = picture(0, kind="JPEG"), vision_encoder()
+    files = {f"0.{ending}": content, "notes": b"of the photographer"}
+    expected = encoder("a", with_messages(IMAGE, files={"0.jpg": content})).completed().media["pixel_values"]
+    named = with_messages([{"type": "image", "image": f"0.{ending}"}], files=files)
+    listed = with_messages(IMAGE, files=files, images=[f"a.0.{ending}"])
+    for given in (named, listed):
+        assert torch.equal(encoder("a", given).completed().media["pixel_values"], expected)
+    unnamed = with_messages(IMAGE, files=files)
+    if is_image_name(f"0.{ending}"):
+        assert torch.equal(encoder("a", unnamed).completed().media["pixel_values"], expected)
+        return
+    with pytest.raises(LeaveOut, match=rf"brings none .* \(and \['0.{ending}', 'notes'\], which would be images if they were"):
+        encoder("a", unnamed)
+    with pytest.raises(LeaveOut, match="'notes' is not an image that Pillow can read") as caught:
+        encoder("a", with_messages([{"type": "image", "image": "notes"}], files=files))
+    assert caught.value.reason == "image"
+
+
 TURNED = io.BytesIO()
 _exif = Image.Exif()
 _exif[0x0112] = 6
@@ -214,15 +234,23 @@ def _float_tiff() -> bytes:
 
 
 IMAGE = [{"type": "image"}]
+NOT_AN_IMAGE = r"image 'a.png' is not an image that Pillow can read \(here it reads .*GIF, JPEG, .*PNG.* and more\)$"
 WRONG: dict[str, tuple[Any, dict[str, bytes], dict[str, Any], str, str]] = {
     "no image": (IMAGE, {}, {}, "corrupt", "1 image parts .* name no image, and the sample brings none"),
     "image too many": (IMAGE, {"a.png": picture(0), "b.png": picture(1)}, {}, "corrupt", "1 image parts"),
     "list too short": ([*IMAGE, *IMAGE], {}, {"images": ["a.png"]}, "corrupt", "2 image parts .* the record lists 1"),
+    "unseen": (
+        IMAGE,
+        {"a.png": picture(0), "b.png": picture(1), "c.png": picture(2)},
+        {"images": ["sample-7.b.png"]},
+        "corrupt",
+        r"brings the images \['a.png', 'c.png'\], and neither",
+    ),
     "missing": ([{"type": "image", "image": "b.png"}], {"a.png": picture(0)}, {}, "corrupt", "0 image parts"),
     "missing file": ([{"type": "image", "image": "/nowhere/b.png"}], {}, {}, "image", "no file '/nowhere/b.png'"),
     "relative": ([{"type": "image", "image": "b.png"}], {}, {}, "image", "needs a .jsonl file to start from, or image_root="),
-    "broken bytes": (IMAGE, {"a.png": b"no image at all"}, {}, "image", "image 'a.png' cannot be read"),
-    "empty file": (IMAGE, {"a.png": b""}, {}, "image", "cannot be read"),
+    "broken bytes": (IMAGE, {"a.png": b"no image at all"}, {}, "image", NOT_AN_IMAGE),
+    "empty file": (IMAGE, {"a.png": b""}, {}, "image", NOT_AN_IMAGE),
     "long": (IMAGE, {"a.png": picture(0, size=(10, 2020))}, {}, "image", "10 x 2020 pixels is refused: .*aspect ratio"),
     "16 bit": (IMAGE, {"a.tif": _float_tiff()}, {}, "image", "mode 'F', not 8 bits a channel"),
     "float array": (IMAGE, {}, {"images": [np.random.default_rng(0).random((64, 64, 3))]}, "image", "scale its values again"),
@@ -245,6 +273,8 @@ def test_what_is_wrong_is_said_with_the_key_and_leaves_out_the_source(case: str)
         vision_encoder()("sample-7", with_messages(content, files=files, **fields))
     assert caught.value.reason == reason
     assert "'sample-7'" in str(caught.value)
+    # The same text in every run.
+    assert " at 0x" not in str(caught.value)
 
 
 def test_a_file_that_ends_too_early_is_noticed_when_it_is_decoded() -> None:

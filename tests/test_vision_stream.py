@@ -132,6 +132,25 @@ def test_packs_whose_images_all_fail_are_no_rows(tmp_path: Path, options: dict[s
     assert {gone.reason for row in rows for gone in row.left_out} == {"image"}
 
 
+def test_images_of_any_ending_are_read_where_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(i: int, **fields: Any) -> dict[str, bytes]:
+        return {"json": json.dumps(chat(i, 1) | fields).encode(), "0.pixels": picture(i)}
+
+    path = write_shards(tmp_path / "named", {"train": [one(i, images=["0.pixels"]) for i in range(8)]}, shards=1)
+    run = Run(path, epochs=1)
+    rows = run.train(100)
+    run.end()
+    assert sum(len(row.media_rows["image_grid_thw"]) for row in rows) == 8
+    assert not any(row.left_out for row in rows)
+    # Where nobody names them, the run ends with what is wrong.
+    monkeypatch.setattr("lightning_pack.energon.packs.MOST_LEFT_OUT_IN_A_ROW", 30)
+    run = Run(write_shards(tmp_path / "unnamed", {"train": [one(i) for i in range(8)]}, shards=1))
+    message = r"30 corrupt; the last is '.*'0.pixels'\], which would be images if they were named.*: check data, tokenizer"
+    with pytest.raises(ValueError, match=message):
+        run.train(1)
+    run.end()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(shards: Path) -> dict[int, list[PackedBatch]]:
     given = {}

@@ -85,6 +85,10 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         both = all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
         return both and self._unplain is None
 
+    def _reads_again(self) -> bool:
+        # Ranks that agree on each row would wait for one that reads alone.
+        return self.stateful and not (self._even_ranks and _ranks()[1] > 1)
+
     def settings(self) -> dict[str, Any]:
         """What decides which rows the batches become, as plain values."""
         policy = self.policy.fingerprint()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_pack.collated.loader import PackLoader
-from lightning_pack.row import PackedBatch
+from lightning_pack.tracked import TrainedRow
 
 
 class LoaderSlot:
@@ -39,7 +39,7 @@ class LoaderSlot:
         """Whether the last pass is trained on to its end."""
         return self.loader is not None and self.loader.finished
 
-    def trained(self) -> PackedBatch:
+    def trained(self) -> TrainedRow:
         """Count the oldest fetched row as trained."""
         assert self.loader is not None
         return self.loader.trained()

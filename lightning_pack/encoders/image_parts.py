@@ -5,9 +5,10 @@ An image part of a message names its image, or takes the next of those that are 
     {"role": "user", "content": [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": "What is this?"}]}
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
 
-A name is that of a member of the sample, with or without its key, of a file (relative to the ``.jsonl`` file), or a ``data:``
-address. Without names the images come from the record's ``images`` (or ``image``), a list of names in the order of the parts,
-or, where there is no such field, are the image members of the sample in the order of the shard.
+A name is that of a member of the sample, whatever its ending, with or without its key, of a file (relative to the ``.jsonl``
+file), or a ``data:`` address. Without names the images come from the record's ``images`` (or ``image``), a list of names in the
+order of the parts, or, where there is no such field, are the image members of the sample in the order of the shard. Each image
+member is shown: one that neither a part nor the list names leaves the sample out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from lightning_pack.encoders.base import LeaveOut
 from lightning_pack.encoders.image_names import find_image
-from lightning_pack.encoders.images import EncodedImage
+from lightning_pack.encoders.images import EncodedImage, is_image_name
 from lightning_pack.encoders.messages import Message, checked_text, read_messages
 
 #: Fields of a record with media that no encoder reads.
@@ -55,13 +56,16 @@ def read_image_chat(
         short = name.removeprefix(f"{key}.") if isinstance(name, str) else name
         return short if isinstance(short, str) and short in files else name
 
+    images = [name for name in files if is_image_name(name)]
     parts.named = [member(name) for name in parts.named]
     listed = _listed(record)
     unnamed = parts.named.count(None)
     if listed is None:
         # Those that a part names are not taken again.
-        rest: list[Any] = [name for name in files if name not in parts.named]
+        rest: list[Any] = [name for name in images if name not in parts.named]
         origin = f"the sample brings {rest or 'none'} beside those that are named"
+        if others := [name for name in files if name not in images and name not in parts.named]:
+            origin += f" (and {others}, which would be images if they were named)"
     else:
         rest, origin = [member(name) for name in listed], f"the record lists {len(listed)}"
     if unnamed != len(rest):
@@ -69,6 +73,13 @@ def read_image_chat(
             "corrupt",
             f"{unnamed} image parts of the messages name no image, and {origin}: each image needs its place in a message, as "
             '{"type": "image"}, and each place its image',
+            "images do not match",
+        )
+    if unseen := [name for name in images if name not in rest and name not in parts.named]:
+        raise LeaveOut(
+            "corrupt",
+            f"the sample brings the images {unseen}, and neither a part of its messages nor the record's list names them: name "
+            "each where it is seen, or leave it out of the sample",
             "images do not match",
         )
     order = iter(rest)

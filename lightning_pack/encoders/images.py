@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -16,8 +17,12 @@ from lightning_pack.encoders.base import LeaveOut
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Endings of the members of a sample that are images.
-IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+#: Endings of the members of a sample that are images also where nobody names them.
+IMAGE_ENDINGS = (
+    *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"),
+    # Whether these can be read depends on Pillow.
+    *("avif", "heic", "heif"),
+)
 #: Whose values Pillow turns to 8-bit RGB without loss of range.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 #: Of these, those with a channel that says how much is seen.
@@ -35,18 +40,24 @@ _TURNS = dict(
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
+#: Formats that are named where another cannot be read.
+_COMMON = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
 class MediaRecord(dict[str, Any]):
     """The fields of a record, and the files that came with it.
 
     Args:
         fields: of the record.
         files: other members of the sample by their names without the sample key, such as ``0.jpg``, in the order of the shard.
+            Those with another ending than :data:`IMAGE_ENDINGS` are images only where they are named.
         folder: that relative paths start from; None where there is none.
     """
 
     def __init__(self, fields: Mapping[str, Any], *, files: Mapping[str, bytes], folder: str | None = None) -> None:
         super().__init__(fields)
-        self.files = {name: content for name, content in files.items() if _ending(name) in IMAGE_ENDINGS}
+        self.files = dict(files)
         self.folder = folder
 
 
@@ -165,7 +176,14 @@ class EncodedImage:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> LeaveOut:
-        return LeaveOut("image", f"image {self.name!r} cannot be read ({type(error).__name__}: {error})", "image unreadable")
+        import PIL
+
+        if isinstance(error, PIL.UnidentifiedImageError):
+            what = f"is not an image that Pillow can read ({_readable()})"
+        else:
+            # Addresses would make the same fault another text in each run.
+            what = f"cannot be read ({type(error).__name__}: {_ADDRESS.sub('', str(error))})"
+        return LeaveOut("image", f"image {self.name!r} {what}", "image unreadable")
 
 
 def on_white(image: Image) -> Image:
@@ -197,5 +215,13 @@ def _orientation(image: Image) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _ending(name: str) -> str:
-    return name.rpartition(".")[2].lower()
+def _readable() -> str:
+    import PIL.Image
+
+    PIL.Image.init()
+    return f"here it reads {', '.join(name for name in _COMMON if name in PIL.Image.OPEN)} and more"
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a member of a sample is an image by its ending."""
+    return name.rpartition(".")[2].lower() in IMAGE_ENDINGS

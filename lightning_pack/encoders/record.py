@@ -38,7 +38,7 @@ class RecordEncoder:
         group_by: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._group_by = group_by
+        self.group_by = group_by
         self._text = PlainTextEncoder(tokenizer)
         self._chat = (
             ChatEncoder(tokenizer, template_kwargs=template_kwargs) if tokenizer.chat_template or template_kwargs else None
@@ -58,8 +58,8 @@ class RecordEncoder:
             if self._chat is None:
                 self._chat = ChatEncoder(self.tokenizer)
             source = self._chat(key, record)
-        if self._group_by is not None and record.get(self._group_by) is not None:
-            source.group = str(record[self._group_by])
+        if self.group_by is not None and record.get(self.group_by) is not None:
+            source.group = str(record[self.group_by])
         return source
 
     def fingerprint(self) -> dict[str, Any]:
@@ -69,5 +69,5 @@ class RecordEncoder:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             **chat,
             "encoder": "record",
-            "group_by": self._group_by,
+            "group_by": self.group_by,
         }

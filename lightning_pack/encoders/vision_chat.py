@@ -82,7 +82,7 @@ class VisionChatEncoder:
         self._chat = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs)
         self.pad_id = self._chat.pad_id
         self._image_root = None if image_root is None else str(image_root)
-        self._group_by = group_by
+        self.group_by = group_by
         self.image_token_id = known_token(self.tokenizer, self.family)
         #: What is done with images, whoever wrote the chat.
         self.images = ImageReader(processor, self.family, self.image_token_id)
@@ -126,8 +126,8 @@ class VisionChatEncoder:
         source = EncodedSource.of(key, input_ids, input_ids.masked_fill(~wanted, IGNORE))
         if bool((source.labels == IGNORE).all()):
             raise LeaveOut("no_targets", f"no token of sample {key!r} is the assistant's")
-        if self._group_by is not None and record.get(self._group_by) is not None:
-            source.group = str(record[self._group_by])
+        if self.group_by is not None and record.get(self.group_by) is not None:
+            source.group = str(record[self.group_by])
         return self.images.attached(source, images, sizes)
 
     def files_of(self, source: EncodedSource) -> list[MediaFile]:
@@ -150,7 +150,7 @@ class VisionChatEncoder:
             "family": self.family.name,
             "image_token": self.family.image_token,
             "image_processor": image_processor_fingerprint(self.image_processor),
-            "group_by": self._group_by,
+            "group_by": self.group_by,
         }
 
     def _check_placeholders(self, key: str, ids: Tensor, images: Sequence[EncodedImage]) -> None:

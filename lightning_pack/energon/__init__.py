@@ -5,7 +5,7 @@ from lightning_pack.energon.fingerprint import data_fingerprint
 from lightning_pack.energon.loader import ExactLoader, redistribute
 from lightning_pack.energon.passes import PassLoader
 from lightning_pack.energon.reader import Workers
-from lightning_pack.energon.sampling import SampledSources, sample_sources
+from lightning_pack.energon.sampling import SampledSources, check_group_field, sample_sources
 
 __all__ = [
     "ExactLoader",
@@ -13,6 +13,7 @@ __all__ = [
     "SampledSources",
     "StreamOptions",
     "Workers",
+    "check_group_field",
     "data_fingerprint",
     "has_split",
     "redistribute",

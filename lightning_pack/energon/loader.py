@@ -105,6 +105,10 @@ class ExactLoader(TrackedLoader[Standing]):
     def _more(self) -> bool:
         return self._reached.epoch != self.epochs
 
+    def _reads_again(self) -> bool:
+        # In passes ranks agree on each row, and would wait for one that reads alone.
+        return self.epochs is None or self._workers.of == len(self._workers.numbers)
+
     def state(self) -> dict[str, Any]:
         """Where training stands after the last complete step, as plain containers."""
         return self._committed.plain()

@@ -15,6 +15,8 @@ from lightning_pack.source import EncodedSource, LeftOut, Pack
 
 #: So many sources in a row without one that can be trained on end the run.
 MOST_LEFT_OUT_IN_A_ROW = 10_000
+#: Characters of the reason that the error then tells of one of them.
+_MOST_SHOWN = 600
 
 
 class Select(Protocol):
@@ -221,8 +223,13 @@ class PackStream:
         self._left_out_in_a_row[source.left_out.reason] += 1
         if (count := self._left_out_in_a_row.total()) >= MOST_LEFT_OUT_IN_A_ROW:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._left_out_in_a_row.most_common())
+            why = f": {source.why[:_MOST_SHOWN]}" if source.why else ""
             raise ValueError(
-                f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}): "
-                "check capacity, limits of media, tokenizer or encoder (vision), and data"
+                f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}{why}): "
+                + (
+                    "check data, tokenizer and encoder (vision)"
+                    if why
+                    else "check capacity, limits of media, tokenizer or encoder (vision), and data"
+                )
             )
         return False

@@ -23,6 +23,8 @@ class RawSample(Sample):
     folder: str | None = None
 
 
+#: Parts that hold the record itself.
+_RECORDS = ("json", "txt")
 #: Of the folder among the fields of a crude sample.
 _FOLDER = "__folder__"
 
@@ -48,7 +50,7 @@ def media_record_of(sample: Sample) -> MediaRecord:
         )
     record = record_of(sample)
     assert isinstance(sample, RawSample)
-    files = {name: content for name, content in sample.parts.items() if isinstance(content, bytes)}
+    files = {name: part for name, part in sample.parts.items() if isinstance(part, bytes) and name not in _RECORDS}
     return MediaRecord(record, files=files, folder=sample.folder)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.energon import (
     Cooker,
@@ -65,8 +65,15 @@ def _make_cheap(buffer: SavableSampleBuffer[Sample]) -> None:
     buffer.worker_start, buffer.save_state = refill, save
 
 
-def tried(key: str, make: Callable[[], _Made]) -> _Made | str:
-    """What is made of a sample, or the reason why it cannot be."""
+class Fault(NamedTuple):
+    """Why nothing was made of a sample."""
+
+    reason: str
+    why: str
+
+
+def tried(key: str, make: Callable[[], _Made]) -> _Made | Fault:
+    """What is made of a sample, or why it cannot be."""
     try:
         return make()
     except LeaveOut as e:
@@ -79,7 +86,7 @@ def tried(key: str, make: Callable[[], _Made]) -> _Made | str:
     except Exception as e:
         reason, why = "encoder_error", f"{type(e).__name__}: {e}"
     logger.info("sample %r is left out (%s): %s", key, reason, why)
-    return reason
+    return Fault(reason, why)
 
 
 class PackTaskEncoder(DefaultTaskEncoder):
@@ -151,7 +158,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
             self._seed_of = worker, worker.worker_seed()
         seed_for(number_of(sample.__restore_key__), seed=self._seed_of[1])
         found = tried(key, lambda: self.encoder(key, self._record_of(sample)))
-        return found if isinstance(found, EncodedSource) else EncodedSource.dropped(key, found)
+        return found if isinstance(found, EncodedSource) else EncodedSource.dropped(key, found.reason, why=found.why)
 
     def select_samples_to_pack(
         self, samples: list[EncodedSource], *, ages: Sequence[int] | None = None, final: bool = True
@@ -186,7 +193,7 @@ class PackTaskEncoder(DefaultTaskEncoder):
                 sources.append(found)
                 ages.append(age)
             else:
-                left_out.append(LeftOut(source.key, found, len(source)))
+                left_out.append(LeftOut(source.key, found.reason, len(source)))
         layout = pack.layout
         if len(sources) < len(pack.sources):
             layout = self.policy.layout([len(source) for source in sources]) if sources else None

@@ -159,6 +159,10 @@ class WorkerProcess:
         self.process.start()
         other.close()
 
+    def ready(self, *, within: float) -> bool:
+        """Whether a row begins to come within so many seconds."""
+        return bool(connection.wait([self._connection], timeout=within))
+
     def receive(self) -> Row | End:
         """The next row, or the end.
 

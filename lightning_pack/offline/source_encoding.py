@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_pack.encoders import Encoder
 from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share
-from lightning_pack.energon.task_encoder import tried
+from lightning_pack.energon.task_encoder import Fault, tried
 from lightning_pack.energon.worker import Whereabouts
 from lightning_pack.media import MediaFile, MediaStore
 from lightning_pack.offline.source_store import COLUMNS, Part
@@ -41,8 +41,8 @@ def encode_part(part: Part, options: StreamOptions) -> int:
             if not len(source):
                 continue
             files = _files(source, options.encoder)
-            if isinstance(files, str):
-                gone.append(LeftOut(source.key, files, len(source)))
+            if isinstance(files, Fault):
+                gone.append(LeftOut(source.key, files.reason, len(source)))
                 continue
             key = source.key.encode()
             tokens = source.input_ids.numpy().astype("<i4").tobytes() + source.labels.numpy().astype("<i4").tobytes()
@@ -76,8 +76,8 @@ def encode_part(part: Part, options: StreamOptions) -> int:
     return len(columns["starts"]) + len(gone)
 
 
-def _files(source: EncodedSource, encoder: Encoder) -> list[MediaFile] | str:
-    """The media of a source, put together and processed on trial; or the reason why it is left out.
+def _files(source: EncodedSource, encoder: Encoder) -> list[MediaFile] | Fault:
+    """The media of a source, put together and processed on trial; or why it is left out.
 
     Raises:
         ValueError: for media that rows cannot hold.

@@ -91,8 +91,13 @@ class Combination:
         return 1 - self.aligned_tokens / self.slots
 
     @property
+    def rows_per_buffer(self) -> float:
+        """Packs that a full buffer becomes."""
+        return self._held_sources * self.packs / self.sources
+
+    @property
     def memory(self) -> int:
-        """Most bytes of ids, labels and media that a loader worker holds, for sources of the mean.
+        """Most bytes of ids, labels and media that a loader worker holds, estimated for sources of the mean.
 
         Two buffers, for the next one is filled while the packs of one are emitted, and with balance a window of packs. Images
         wait in them, within the limits of media, and in the shuffle buffer, as they are in the data; as pixels they are only in

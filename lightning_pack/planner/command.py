@@ -55,6 +55,12 @@ def main(args: list[str]) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"most {what} (default: no limit)")
     parser.add_argument("--sources", type=int, metavar="N", help="most sources to read and to pack (default: 20000)")
+    parser.add_argument(
+        "--measure-seconds",
+        type=float,
+        metavar="S",
+        help="how long a loader worker is run at most to measure its memory (default: 30 for data with images, else 0: not)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for plan.json, plan.yaml and plan.png")
     options = vars(parser.parse_args(args))
     data, out = options.pop("data"), options.pop("out", None)

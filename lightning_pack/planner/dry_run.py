@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning_pack.encoders.base import Encoder
 from lightning_pack.planner.balance import WINDOWS, RankBalance, rank_balance
 from lightning_pack.planner.capacities import around, compared
 from lightning_pack.planner.combination import Combination, bound_of, choices
+from lightning_pack.planner.memory import MOST_SECONDS, MeasuredMemory
 from lightning_pack.planner.recommendation import recommended, smallest_sufficient
 from lightning_pack.planner.result import Plan
 from lightning_pack.planner.sources import Sources
@@ -46,6 +48,7 @@ def plan(
     max_media_bytes: int | None = None,
     buffer_media_tokens: int | None = None,
     buffer_media_bytes: int | None = None,
+    measure_seconds: float | None = None,
 ) -> Plan:
     """Find out which packing suits some data, from a sample of it and without training.
 
@@ -68,6 +71,8 @@ def plan(
         max_media_bytes: of a pack.
         buffer_media_tokens: of a buffer.
         buffer_media_bytes: of a buffer.
+        measure_seconds: that a loader worker is run at most to measure its memory under the recommended policy; 0 leaves it at
+            the estimate. None is 30 for data with images or the like, and 0 for other data, whose estimate is exact enough.
 
     Raises:
         ValueError: for settings that do not fit together, a dataset that is not there, or one without usable sources.
@@ -81,6 +86,8 @@ def plan(
     sizes = _buffer_sizes(buffer_sizes)
     for name, value in (("workers", workers), ("ranks", ranks), ("sources", sources)):
         _whole(name, value)
+    if measure_seconds is not None and (isinstance(measure_seconds, bool) or not 0 <= measure_seconds < math.inf):
+        raise ValueError(f"measure_seconds={measure_seconds!r}: seconds are needed, 0 for no measurement")
     limits: dict[str, Any] = {
         "max_media_tokens": max_media_tokens,
         "max_media_bytes": max_media_bytes,
@@ -97,6 +104,7 @@ def plan(
         )
     else:
         unused = {"tokenizer": tokenizer, "encoder": encoder, "group_by": group_by, "vision": vision, **limits}
+        unused["measure_seconds"] = measure_seconds
         for name, option in unused.items():
             if option is not None:
                 raise ValueError(f"{name}={option!r} is not used with lengths: it goes with a dataset")
@@ -106,6 +114,7 @@ def plan(
     combinations = tuple(Combination.measured(policy, stream, bound=bound, ranks=ranks) for policy in choices(base, sizes))
     chosen = smallest_sufficient(combinations)
     balance = None if ranks == 1 else _balance(found, chosen, ranks=ranks)
+    recommendation = recommended(found, combinations, balance=balance, chosen=chosen, workers=workers, ranks=ranks)
     return Plan(
         sources=found,
         workers=workers,
@@ -113,8 +122,17 @@ def plan(
         combinations=combinations,
         capacities=compared(found, chosen.policy, capacities=others, count=sources),
         balance=balance,
-        recommendation=recommended(found, combinations, balance=balance, chosen=chosen, workers=workers, ranks=ranks),
+        recommendation=recommendation,
+        memory=_memory(found, recommendation.combination, seconds=measure_seconds),
     )
+
+
+def _memory(found: Sources, chosen: Combination, *, seconds: float | None) -> MeasuredMemory | None:
+    if seconds is None:
+        seconds = MOST_SECONDS if found.has_media else 0
+    if found.options is None or not seconds:
+        return None
+    return MeasuredMemory.of_worker(found.options, chosen.policy, rows_per_buffer=chosen.rows_per_buffer, seconds=seconds)
 
 
 def _balance(found: Sources, chosen: Combination, *, ranks: int) -> RankBalance:

@@ -10,6 +10,7 @@ from lightning_pack.policy import BYTES_PER_TOKEN
 from lightning_pack.prepare.result import LengthStatistics
 
 if TYPE_CHECKING:
+    from lightning_pack.planner.memory import MeasuredMemory
     from lightning_pack.planner.result import Plan
 
 
@@ -122,7 +123,7 @@ def _data(plan: Plan) -> list[str]:
             )
     lines.append(
         "fill, tail and alignment are shares of the slots; the oldest wait is in turnovers; ranks is the largest over the mean "
-        "attention work in a step; memory is per loader worker"
+        "attention work in a step; memory is per loader worker, estimated from the sizes of the sources"
     )
     return lines
 
@@ -146,11 +147,25 @@ def _recommendation(plan: Plan) -> list[str]:
     lines = [
         f"Recommended: algorithm={policy.algorithm!r}, buffer_size={policy.buffer_size}{balance}.",
         f"{plan.recommendation.reason[0].upper()}{plan.recommendation.reason[1:]}.",
-        f"The {plan.workers} loader workers of a rank then hold about {size(plan.workers * memory)}."
+        f"The {plan.workers} loader workers of a rank then hold about {size(plan.workers * memory)}, by this estimate."
         if plan.workers > 1
-        else f"The loader of a rank then holds about {size(memory)}.",
+        else f"The loader of a rank then holds about {size(memory)}, by this estimate.",
     ]
+    if plan.memory is not None:
+        lines.append(_measured(plan.memory, workers=plan.workers))
     return lines + [f"{remark[0].upper()}{remark[1:]}." for remark in plan.recommendation.remarks]
+
+
+def _measured(memory: MeasuredMemory, *, workers: int) -> str:
+    if memory.nbytes is None:
+        return f"It was not measured: {memory.problem}."
+    each = size(memory.nbytes)
+    total = f", so {workers} take {size(workers * memory.nbytes)}" if workers > 1 else ""
+    short = "" if memory.whole else "; its buffers were not full by then, so it may take more (measure_seconds)"
+    return (
+        f"Measured: a loader worker took {each} for itself, beyond what it shares with the process that starts it{total} (at "
+        f"most, in {memory.seconds:.1f} seconds, while {memory.rows:,} rows were taken{short})."
+    )
 
 
 def size(count: float) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_pack.planner.balance import RankBalance
 from lightning_pack.planner.capacities import CapacityChoice
 from lightning_pack.planner.combination import Combination
+from lightning_pack.planner.memory import MeasuredMemory
 from lightning_pack.planner.recommendation import Recommendation
 from lightning_pack.planner.sources import Sources
 from lightning_pack.policy import PackingPolicy
@@ -29,6 +30,7 @@ class Plan:
         capacities: other capacities, at equal slots per step.
         balance: how unequal the work of ranks is under the recommended algorithm and buffer; None for one rank.
         recommendation: what to take, and why.
+        memory: of a loader worker that was run so; None where none was.
     """
 
     sources: Sources
@@ -38,6 +40,7 @@ class Plan:
     capacities: tuple[CapacityChoice, ...]
     balance: RankBalance | None
     recommendation: Recommendation
+    memory: MeasuredMemory | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.sources.name!r}, {len(self.combinations)} combinations, recommended={self.policy!r})"

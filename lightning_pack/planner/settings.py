@@ -37,7 +37,10 @@ def block(plan: Plan) -> str:
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Plain values; shares are 0 to 1, lengths in tokens, ages in turnovers of the buffer, memory in bytes per worker."""
+    """Plain values; shares are 0 to 1, lengths in tokens, ages in turnovers of the buffer, memory in bytes per worker.
+
+    Memory is estimated, but for ``measured_memory``.
+    """
     lengths = LengthStatistics.of(plan.sources.lengths)
     recommendation = plan.recommendation
     return {
@@ -53,6 +56,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "left_out": {gone.reason: gone.sources for gone in plan.sources.left_out},
         },
         "media": None if recommendation.combination.media is None else asdict(recommendation.combination.media),
+        "measured_memory": None if plan.memory is None else asdict(plan.memory),
         "workers": plan.workers,
         "ranks": plan.ranks,
         "combinations": [_combination(each) for each in plan.combinations],

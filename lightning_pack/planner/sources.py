@@ -19,6 +19,8 @@ from lightning_pack.policy_checks import check_encoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightning_pack.energon import StreamOptions
+
 #: A capacity that no source exceeds, so that all are measured whole.
 _UNBOUNDED = 1 << 40
 
@@ -39,6 +41,7 @@ class Sources:
         held: bytes that each holds in the buffer beyond ids and labels; none given means 0 for all, as for lengths alone.
         costs: of the media of each; none given means that there are none.
         shuffled: samples in the shuffle buffer of a loader worker.
+        options: with which they were read; None for lengths alone.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Sources:
     held: tuple[int, ...] = field(default=(), repr=False)
     costs: tuple[MediaCost, ...] = field(default=(), repr=False)
     shuffled: int = 0
+    options: StreamOptions | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def given(cls, lengths: Sequence[int], *, most: int) -> Sources:
@@ -93,7 +97,7 @@ class Sources:
             ValueError: if there is no such dataset, no tokenizer, or no source that can be trained on.
         """
         from lightning_pack.datamodule import EnergonPackDataModule
-        from lightning_pack.energon import sample_sources
+        from lightning_pack.energon import check_group_field, sample_sources
         from lightning_pack.offline.manifest import Manifest
 
         if Manifest.read(path) is not None:
@@ -103,6 +107,7 @@ class Sources:
         )
         data.setup("validate")
         check_encoder(policy, data.encoder)
+        check_group_field(data.options)
         found = sample_sources(data.options, most=most)
         left_out = tuple(
             LeftOutCount(reason=reason, sources=count)
@@ -126,6 +131,7 @@ class Sources:
             held=tuple(found.held),
             costs=tuple(found.media),
             shuffled=data.shuffle_buffer_size,
+            options=data.options,
         )
 
     def media(self, policy: PackingPolicy) -> SourceMedia | None:

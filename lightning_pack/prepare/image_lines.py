@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_pack.encoders import LeaveOut, MediaRecord
 from lightning_pack.encoders.image_parts import read_image_chat
 from lightning_pack.encoders.images import IMAGE_ENDINGS, EncodedImage
-from lightning_pack.prepare.lines import json_object
+from lightning_pack.prepare.lines import json_object, notes
 
 
 class ImageLineParser:
@@ -26,13 +26,14 @@ class ImageLineParser:
         Raises:
             LeaveOut: if it has none, or one of its images cannot be read.
         """
-        messages, images = read_image_chat(MediaRecord(json_object(line), files={}, folder=self._folder))
+        fields = json_object(line)
+        messages, images = read_image_chat(MediaRecord(fields, files={}, folder=self._folder))
         files = {}
         for number, image in enumerate(images):
             # By its header; a file that ends too early is left out in training.
             image.size()
             files[f"{number}.{_ending(image)}"] = image.read()
-        return MediaRecord({"messages": messages, "images": list(files)}, files=files)
+        return MediaRecord({"messages": messages, "images": list(files), **notes(fields)}, files=files)
 
 
 def _ending(image: EncodedImage) -> str:

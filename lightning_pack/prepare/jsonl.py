@@ -1,7 +1,8 @@
 """A file of one's own: one JSON object a line, each a chat or a plain text.
 
-The forms are those of :mod:`lightning_pack.encoders.messages`; other fields of a line are not kept. The file is read once, line
-by line, so its size does not matter.
+The forms are those of :mod:`lightning_pack.encoders.messages`. Other fields of a line are kept if they are strings, numbers or
+truth values, so that ``group_by`` may name them; lists, objects and null are not. The file is read once, line by line, so its
+size does not matter.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ def prepare_jsonl(
     def options(content: str) -> dict[str, Any]:
         return {
             "content": content,
+            # Datasets of releases that kept no other fields are another thing.
+            "other_fields": "plain",
             "tokenizer": tokenizer_fingerprint(loaded),
             "val_fraction": val_fraction,
             "shards": shards,

@@ -13,6 +13,8 @@ from lightning_pack.encoders import LeaveOut, read_record
 
 #: Bad lines that an error tells of one by one.
 TOLD = 20
+#: Fields that an encoder reads, which come as the form that they were understood as.
+_READ = frozenset({"messages", "prompt", "completion", "text", "images", "image", "tools"})
 
 
 class LineReader:
@@ -64,8 +66,18 @@ def parse_line(line: bytes) -> dict[str, Any]:
     Raises:
         LeaveOut: if it has none.
     """
-    record = read_record(json_object(line))
-    return {"text": record} if isinstance(record, str) else {"messages": record}
+    fields = json_object(line)
+    record = read_record(fields)
+    return ({"text": record} if isinstance(record, str) else {"messages": record}) | notes(fields)
+
+
+def notes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that no encoder reads, if they are a string, a number or a truth value: sources may be grouped by them.
+
+    >>> notes({"text": "Hi", "language": "en", "year": 2020, "checked": None, "meta": {"by": "me"}})
+    {'language': 'en', 'year': 2020}
+    """
+    return {name: value for name, value in fields.items() if name not in _READ and isinstance(value, str | int | float)}
 
 
 def json_object(line: bytes) -> Mapping[str, Any]:
