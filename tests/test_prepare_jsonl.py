@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pack import EnergonPackDataModule, PackingPolicy, plan
+from lightning_pack import EnergonPackDataModule, PackingPolicy, plan, prepack
 from lightning_pack.encoders import RecordEncoder, TemplateError, load_tokenizer
 from lightning_pack.energon import check_group_field
 from lightning_pack.prepare import BadLineError, prepare_jsonl, prepared, train_tokenizer
@@ -91,6 +91,8 @@ def test_prepared_sources_are_grouped_by_a_field_of_their_lines(tmp_path, tokeni
             wrongly.setup("fit")
         with pytest.raises(ValueError, match=message):
             plan(made.path, capacity=256, group_by=wrong, sources=50)
+        with pytest.raises(ValueError, match=message):
+            prepack(made.path, tmp_path / "rows", capacity=256, group_by=wrong, workers=0)
     chat = ImageLineParser(tmp_path)(json.dumps({"messages": TURNS, "language": "de", "meta": {}}).encode())
     assert chat == {"messages": TURNS, "images": [], "language": "de"}
     last = write(tmp_path / "late.jsonl", [{"text": "a"}] * 30 + [{"text": "b", "language": "de"}])

@@ -13,6 +13,7 @@ from lightning_pack.encoders import Encoder, RecordEncoder, VisionChatEncoder, l
 from lightning_pack.energon.dataset import StreamOptions, _leaves, has_split, refuse_endless
 from lightning_pack.energon.fingerprint import data_fingerprint, library_fingerprint
 from lightning_pack.energon.reading import OnDamaged
+from lightning_pack.energon.sampling import check_group_field
 from lightning_pack.energon.storage import local_folder
 from lightning_pack.location import is_remote, location
 from lightning_pack.media import MediaStore
@@ -168,6 +169,8 @@ def prepack(
             # Of a run that was killed at its very end.
             place.clear()
             return PackedRows(path=out, manifest=verify(out, progress=progress).manifest, fresh=False)
+        for split in counts:
+            check_group_field(options, split=split)
         begun = manifest.settings() | dict(manifest.versions) | {"shards": shards, "on_damaged": on_damaged}
         place.begin(begun, overwrite=overwrite)
         written = {}
