@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightning_pack.agreement import Agreement
-from lightning_pack.encoders import Encoder, RecordEncoder, VisionChatEncoder, load_tokenizer
+from lightning_pack.encoder_choice import EncoderChoice
+from lightning_pack.encoders import Encoder
 from lightning_pack.energon import (
     ExactLoader,
     PassLoader,
@@ -25,12 +26,10 @@ from lightning_pack.energon import (
 )
 from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
-from lightning_pack.energon.storage import local_folder, set_retry
+from lightning_pack.energon.storage import set_retry
 from lightning_pack.location import location
-from lightning_pack.offline.agreement import DEFAULT_CAPACITY, given_settings, refuse_other_tokens, replayed
-from lightning_pack.offline.manifest import Manifest
+from lightning_pack.offline.agreement import DEFAULT_CAPACITY, given_settings, refuse_other_tokens
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
-from lightning_pack.offline.row_media import row_image_processor, row_media
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.policy_checks import check_encoder
@@ -127,21 +126,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
-        if encoder is not None and tokenizer is not None:
-            raise ValueError("an encoder brings its own tokenizer: give one of encoder and tokenizer, not both")
-        if vision is not None and (encoder is not None or not isinstance(tokenizer, str | Path | None)):
-            raise ValueError(
-                f"vision={vision!r} makes an encoder from the folder of a tokenizer and an image processor: give that folder "
-                "as tokenizer, or an encoder of your own and no vision"
-            )
         if prepare not in (None, "stdlib", "skimage"):
             raise ValueError(f"prepare={prepare!r} is not one of 'stdlib', 'skimage'")
         if group_by is not None and (packing.min_bins, packing.bins_multiple_of) != (None, 1):
             raise ValueError(
                 f"group_by={group_by!r} keeps sources apart, which packing.min_bins and packing.bins_multiple_of would move"
             )
-        if encoder is not None and group_by is not None:
-            raise ValueError(f"group_by={group_by!r} is for the default encoder: let yours set EncodedSource.group")
         if on_mismatch not in ("error", "restart"):
             raise ValueError(f"on_mismatch={on_mismatch!r} is not one of 'error', 'restart'")
         if on_damaged not in ("error", "skip"):
@@ -162,19 +152,17 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.prepare = prepare
+        self.group_by = group_by
         self.epochs = epochs
         self.on_damaged: OnDamaged = on_damaged
         self.on_mismatch = on_mismatch
         self.worker_timeout = worker_timeout
         self.storage_retry = storage_retry
-        self._tokenizer_from = f"{self.path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
-        self._given_tokenizer = tokenizer is not None
-        self._tokenizer_folder = tokenizer if isinstance(tokenizer, str | Path) else None
-        self._encoder = self._given_encoder = encoder
+        self._choice = EncoderChoice(
+            self.path, tokenizer=tokenizer, vision=vision, encoder=encoder, group_by=group_by, storage_retry=storage_retry
+        )
         #: Of rows that are replayed.
         self._row_encoder: RowEncoder | None = None
-        self._group_by = group_by
-        self._vision = vision
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
 
@@ -190,27 +178,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
         Raises:
             ValueError: if there is none at the given folder.
         """
-        if self._encoder is not None:
-            return self._encoder.tokenizer  # type: ignore[attr-defined]
-        if not isinstance(self._tokenizer_from, PreTrainedTokenizerBase):
-            set_retry(self.storage_retry)
-            self._tokenizer_from = load_tokenizer(local_folder(self._tokenizer_from))
-        return self._tokenizer_from
+        return self._choice.tokenizer
 
     @property
     def encoder(self) -> Encoder:
         """Record -> source; or stored row -> row."""
-        if self._row_encoder is not None:
-            return self._row_encoder
-        if self._encoder is None and self._vision is not None:
-            # Checked above: a tokenizer that is loaded brings no image processor.
-            assert not isinstance(self._tokenizer_from, PreTrainedTokenizerBase)
-            set_retry(self.storage_retry)
-            folder = local_folder(self._tokenizer_from)
-            self._encoder = VisionChatEncoder(folder, family=self._vision, group_by=self._group_by)
-        if self._encoder is None:
-            self._encoder = RecordEncoder(self.tokenizer, group_by=self._group_by)
-        return self._encoder
+        return self._choice.encoder if self._row_encoder is None else self._row_encoder
 
     def prepare_data(self) -> None:
         """Make the example dataset, once, where ``prepare`` asks for it."""
@@ -264,31 +237,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _replay(self, path: str) -> tuple[RowEncoder, ReplayPolicy] | None:
         """How rows that were written ahead come as they are; None for other data."""
-        manifest = Manifest.read(path)
-        if manifest is None:
-            return None
-        encoder = self._given_encoder
-        # Beside the tokenizer that is given, or that came along with the rows.
-        folder = self._tokenizer_folder or f"{path.rstrip('/')}/tokenizer"
-        image_processor = row_image_processor(path, manifest, encoder=encoder, folder=folder)
-        policy = replayed(
+        return self._choice.replay(
             path,
-            manifest,
             packing=self._packing,
             given=self.given_packing,
             multiple=self.parallel.multiple,
-            encoder=encoder,
-            tokenizer=self.tokenizer if self._given_tokenizer else None,
-            group_by=self._group_by,
             packs_per_batch=self.packs_per_batch,
-            vision=self._vision,
-            image_processor=image_processor,
         )
-        if not manifest.media:
-            return RowEncoder(manifest), policy
-        tokenizer = self.tokenizer if encoder is None else None
-        media = row_media(path, manifest, encoder=encoder, image_processor=image_processor, tokenizer=tokenizer)
-        return RowEncoder(manifest, media=media), policy
 
     def _set_up_training(self) -> None:
         check_group_field(self.options)

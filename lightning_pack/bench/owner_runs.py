@@ -122,8 +122,8 @@ class OwnerRuns:
             raise ValueError(f"{data.path!r} holds rows that are decided: give the data that they were made from")
         if data.packs_per_batch != 1:
             raise ValueError(f"packs_per_batch={data.packs_per_batch}: rows written ahead come one by one; set it to 1")
-        if data._group_by is not None:
-            raise ValueError(f"group_by={data._group_by!r}: a batch does not tell of groups; leave it out")
+        if data.group_by is not None:
+            raise ValueError(f"group_by={data.group_by!r}: a batch does not tell of groups; leave it out")
         self._module, self._data = _Module(model), data
         #: Each further one would end the short pass with a row of its own that is not full.
         self.workers = min(data.num_workers, 1)
