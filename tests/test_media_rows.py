@@ -21,7 +21,8 @@ from lightning_pack.encoders import VisionChatEncoder
 from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.energon.task_encoder import PackTaskEncoder
 from lightning_pack.offline import Manifest, ManifestError, VerificationError, convert, prepack, verify
-from lightning_pack.offline.row_file import Row, samples_of
+from lightning_pack.offline.row_file import Row
+from lightning_pack.offline.shard_file import samples_of
 from lightning_pack.source import IGNORE, EncodedSource, Pack
 from tests.numbers_data import NumberEncoder, records_of, write_webdataset
 from tests.packed_rows import flip, kill_when, pack_rows, rewrite

@@ -18,8 +18,8 @@ from lightning_pack.offline.given_row import GivenRow, GivenRowError
 from lightning_pack.offline.manifest import Manifest, SplitStatistics, global_policy, left_out_by_reason
 from lightning_pack.offline.megatron_bridge import read_npy, read_parquet
 from lightning_pack.offline.prepacking import PackedRows
-from lightning_pack.offline.row_file import ShardFile, sha256_of
 from lightning_pack.offline.row_writer import read_shard_note, write_shard
+from lightning_pack.offline.shard_file import ShardFile, sha256_of
 from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength
