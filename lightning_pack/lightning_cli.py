@@ -93,7 +93,9 @@ class PackCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse a list of arguments that came from the command line itself."""
         if any(map(_asks_to_print, args)):
-            self._parser(args[0]).given = _given_packing(parser, args)
+            printed = self._parser(args[0])
+            assert isinstance(printed, _Parser)
+            printed.given = _given_packing(parser, args)
         self.config = parser.parse_args(args)
         self._given = _given_packing(parser, args)
         # It is saved too.

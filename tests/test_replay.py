@@ -287,6 +287,10 @@ def test_values_that_make_no_sense_are_damage_though_their_hashes_are_right(copi
         (lambda said: {"row": "../../x"}, "other types than a row has: row"),
         (lambda said: {"format": [1]}, r"its format is [1], this version reads"),
         (lambda said: {"format": 2, "media": [[{"name": 3}]]}, "other types than a row has: media"),
+        (
+            lambda said: {"format": 2, "media": [[{"name": "../x.png", "tokens": 1, "nbytes": 1, "check": ""}]]},
+            "other types than a row has: media",
+        ),
         (lambda said: {"offsets": [*said["offsets"][:-1], 10**30]}, "go beyond 2147483647"),
         (lambda said: {"offsets": [*said["offsets"][:-1], most]}, f"{most}] are not those of the policy"),
         (_npy("(2, 1000000000000000)"), "no array that can be read (MemoryError)"),

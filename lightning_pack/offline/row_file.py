@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ from lightning_pack.source import IGNORE
 #: Version of the members of a row of tokens, and of one with media.
 ROW_FORMAT, MEDIA_ROW_FORMAT = 1, 2
 _FIELDS = {"format", "split", "row", "keys", "numbers", "lengths", "offsets", "group", "tokens"}
+#: Names of files.
+_MEMBER = re.compile(r"[0-9]+\.[a-z0-9]+")
 #: cu_seqlens are int32.
 _MOST = 2**31 - 1
 
@@ -215,13 +218,19 @@ def _is_said_of_media(said: Any) -> bool:
     if not isinstance(said, list) or not all(isinstance(each, list) for each in said):
         return False
     kinds = {"name": str, "tokens": int, "nbytes": int, "check": str}
-    files = [file for each in said for file in each]
-    return all(isinstance(file, dict) and {name: type(value) for name, value in file.items()} == kinds for file in files)
+    return all(
+        isinstance(file, dict)
+        and {name: type(value) for name, value in file.items()} == kinds
+        and _MEMBER.fullmatch(file["name"])
+        and min(file["tokens"], file["nbytes"]) >= 0
+        for each in said
+        for file in each
+    )
 
 
 def _array(content: bytes) -> np.ndarray:
     try:
-        return np.load(io.BytesIO(content), allow_pickle=False)  # type: ignore[no-any-return]
+        return np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError, EOFError, OverflowError, MemoryError) as e:
         raise DamagedRowError(f"its tokens are no array that can be read ({type(e).__name__})") from e
 
