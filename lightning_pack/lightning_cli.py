@@ -36,17 +36,44 @@ _WARNINGS = (
 
 def _given_packing(parser: LightningArgumentParser, args: list[str]) -> frozenset[str]:
     """Names of the packing rules that arguments and configuration files set."""
+    args = [arg for arg in args if not _asks_to_print(arg)]
     found = []
     for capacity in ("1", "2"):
         # Without defaults a capacity is required; this one comes first, so that one that is given takes its place.
         first = [args[0], "--data.packing.capacity", capacity, *args[1:]]
-        config = parser.parse_args(first, defaults=False)
+        config = parser.parse_args(first, defaults=False, _skip_validation=True)
         found.append(config[config.subcommand].data.packing)
     names = set(found[0].keys())
     return frozenset(names if found[0].capacity == found[1].capacity else names - {"capacity"})
 
 
+def _asks_to_print(arg: str) -> bool:
+    return arg.partition("=")[0] == "--print_config"
+
+
+def _leave_unsaid(data: Namespace, given: frozenset[str]) -> None:
+    """Take packing rules that nobody said out of the configuration of rows that are decided, which they would contradict."""
+    path = data.get("path")
+    manifest = None if path is None else Manifest.read(location(path))
+    if manifest is None:
+        return
+    for name in set(data.packing.keys()) - given:
+        del data.packing[name]
+    if "capacity" not in given:
+        data.packing.capacity = manifest.packing["capacity"]
+
+
 class _Parser(LightningArgumentParser):
+    #: Packing rules that were said, where the configuration is only printed.
+    given: frozenset[str] | None = None
+
+    def dump(self, namespace: Namespace, *args: Any, **options: Any) -> str:
+        """The configuration as text."""
+        if self.given is not None:
+            namespace = namespace.clone()
+            _leave_unsaid(namespace.data, self.given)
+        return str(super().dump(namespace, *args, **options))
+
     def print_usage(self, file: Any = None) -> None:
         """Nothing: before an error, eighty lines of usage would hide it; --help shows them."""
 
@@ -65,17 +92,14 @@ class PackCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse a list of arguments that came from the command line itself."""
+        if any(map(_asks_to_print, args)):
+            printed = self._parser(args[0])
+            assert isinstance(printed, _Parser)
+            printed.given = _given_packing(parser, args)
         self.config = parser.parse_args(args)
         self._given = _given_packing(parser, args)
-        data = self.config[self.config.subcommand].data
-        manifest = Manifest.read(location(data.path))
-        if manifest is None:
-            return
-        # The configuration that is saved must not contradict rows that are decided with what nobody said.
-        for name in set(data.packing.keys()) - self._given:
-            del data.packing[name]
-        if "capacity" not in self._given:
-            data.packing.capacity = manifest.packing["capacity"]
+        # It is saved too.
+        _leave_unsaid(self.config[self.config.subcommand].data, self._given)
 
     def instantiate_classes(self) -> None:
         """Also tell the datamodule which packing rules are the user's."""

@@ -7,6 +7,7 @@ placeholder by their order alone. Until a source is in a row its media may be :c
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from lightning_pack.source import EncodedSource
 
+_KIND = re.compile(r"[a-z0-9]+")
 #: Name of the model's argument -> tensor.
 Media = dict[str, Tensor]
 #: For a message between processes: values, and the dtype that numpy does not have.
@@ -50,12 +52,22 @@ class MediaFile:
         kind: its format, such as ``"png"``: lower-case letters and digits.
         tokens: placeholders that stand for it.
         nbytes: of the tensors that it becomes.
+
+    Raises:
+        ValueError: for a kind that cannot be the ending of a file's name.
     """
 
     content: bytes = field(repr=False)
     kind: str
     tokens: int
     nbytes: int
+
+    def __post_init__(self) -> None:
+        if not _KIND.fullmatch(self.kind):
+            raise ValueError(
+                f"kind={self.kind!r}: the format of a file becomes the ending of its name, lower-case letters and digits such "
+                "as 'png'"
+            )
 
     @cached_property
     def check(self) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from lightning_pack import PackedBatch
 from lightning_pack.offline import PackedRows, prepack
-from lightning_pack.offline.row_file import samples_of
+from lightning_pack.offline.shard_file import samples_of
 from tests.numbers_data import NumberEncoder, lengths, records_of
 
 CAPACITY = 64

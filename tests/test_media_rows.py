@@ -20,8 +20,10 @@ from lightning_pack.cli import main
 from lightning_pack.encoders import VisionChatEncoder
 from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.energon.task_encoder import PackTaskEncoder
+from lightning_pack.media import MediaFile
 from lightning_pack.offline import Manifest, ManifestError, VerificationError, convert, prepack, verify
-from lightning_pack.offline.row_file import Row, samples_of
+from lightning_pack.offline.row_file import Row
+from lightning_pack.offline.shard_file import samples_of
 from lightning_pack.source import IGNORE, EncodedSource, Pack
 from tests.numbers_data import NumberEncoder, records_of, write_webdataset
 from tests.packed_rows import flip, kill_when, pack_rows, rewrite
@@ -397,6 +399,18 @@ def test_another_image_processor_or_family_is_refused(rows: Path, folder: Path, 
         module(text, packing=PackingPolicy(64, max_media_tokens=9))
 
 
+def test_another_tokenizer_beside_the_rows_is_refused(copied: Path) -> None:
+    file = copied / "tokenizer" / "tokenizer.json"
+    said = json.loads(file.read_text())
+    vocabulary = said["model"]["vocab"]
+    one, two = sorted(vocabulary)[-2:]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    file.write_text(json.dumps(said))
+    with pytest.raises(ManifestError, match=r"beside the rows .*\n  encoder\.tokenizer\.backend: '\w+' in the rows, '\w+' now"):
+        module(copied)
+    assert module(copied, tokenizer=None, encoder=vision_encoder()).encoder.has_media
+
+
 class Opaque(NumberEncoder):
     """Says that it has media."""
 
@@ -435,6 +449,13 @@ def test_what_rows_cannot_hold_is_refused(data: Path, folder: Path, tmp_path: Pa
             ["prepack", str(data), str(tmp_path / "rows"), "--capacity", "192", "--vision", "x", "--format", "megatron-bridge"]
         )
     assert "has no place for images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["image/png", "PNG", "tar.gz", ""])
+def test_a_kind_that_cannot_end_a_name_is_refused(kind: str) -> None:
+    assert MediaFile(b"", kind="png", tokens=1, nbytes=1).kind == "png"
+    with pytest.raises(ValueError, match=rf"kind='{kind}': the format of a file becomes the ending of its name"):
+        MediaFile(b"", kind=kind, tokens=1, nbytes=1)
 
 
 def test_formats_of_others_hold_no_images(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

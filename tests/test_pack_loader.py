@@ -6,6 +6,7 @@ import io
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -604,6 +605,13 @@ def a_rank(argument: dict[str, Any]) -> dict[str, Any]:
         "gone": [list(g) for g in gone],
         "count": len(lengths),
     }
+    # Now the other rank has more than it may give.
+    more = DataLoader(Samples(LENGTHS if rank else LENGTHS[:20]), batch_size=4, collate_fn=collate)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        predicting = quiet_trainer(callbacks=[PackedAttention(monitor=False)], **options)
+        predicting.predict(Predicting(), pack_loader(more, POLICY, sharded=True))
+    uneven["warned"] = [str(each.message) for each in told if "left out of the prediction" in str(each.message)]
     refusal = ""
     try:
         next(iter(pack_loader(own, POLICY)))
@@ -632,6 +640,8 @@ def test_two_ranks_get_equally_many_rows_and_lose_nothing(tmp_path: Path) -> Non
     for result in (first, second):
         told = [key for key, _, _ in result["gone"]]
         assert sorted(result["seen"] + told, key=int) == [str(i) for i in range(result["count"])]
+    # By the rank that loses them.
+    assert any("on rank 1 are left out" in text and "even_ranks=False) keeps them" in text for text in second["warned"])
     for result in results:
         assert "each of the 2 ranks would train on all of the data" in result["refusal"]
         assert len(result["whole"]) == 14

@@ -19,7 +19,8 @@ from lightning_pack import EnergonPackDataModule, PackingPolicy, lower_bound
 from lightning_pack.cli import main
 from lightning_pack.metrics import PackingMetrics
 from lightning_pack.offline import Manifest, VerificationError, prepack, row_writer, verify, workplace
-from lightning_pack.offline.row_file import Row, ShardFile, samples_of
+from lightning_pack.offline.row_file import Row
+from lightning_pack.offline.shard_file import ShardFile, samples_of
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
 from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, records, rewrite, sources_of
 from tests.prepared_files import read_back

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
+import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,9 +25,10 @@ from lightning_pack.encoders import load_tokenizer
 from lightning_pack.energon import ExactLoader, StreamOptions, Workers
 from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.lightning_cli import _cli, _ConfigReader, read_config
-from lightning_pack.offline import Manifest, ManifestError, prepack
+from lightning_pack.offline import Manifest, ManifestError, VerificationError, prepack, verify
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
-from lightning_pack.offline.row_file import DamagedRowError, Row, samples_of
+from lightning_pack.offline.row_file import DamagedRowError, Row
+from lightning_pack.offline.shard_file import samples_of
 from lightning_pack.prepare import prepare_jsonl, train_tokenizer
 from tests.numbers_data import NumberEncoder, lengths, records_of, same_batch, write_webdataset
 from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, rewrite, sources_of
@@ -263,13 +267,91 @@ def test_a_row_that_says_what_cannot_be_is_left_out(copied: Path, change: Any, t
     assert {each.key for each in gone} <= set(row.keys)
 
 
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _npy(shape: str, *, pickled: bool = False) -> bytes:
+    """An array that claims to have this shape."""
+    kind = "|O" if pickled else "<i4"
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+def test_values_that_make_no_sense_are_damage_though_their_hashes_are_right(copied: Path) -> None:
+    most = 10**9
+    changes: list[Any] = [
+        (lambda said: {"keys": 5}, "other types than a row has: keys"),
+        (lambda said: {"keys": [[1] for _ in said["keys"]], "group": {}}, "other types than a row has: group, keys"),
+        (lambda said: {"lengths": [float(length) for length in said["lengths"]]}, "other types than a row has: lengths"),
+        (lambda said: {"row": "../../x"}, "other types than a row has: row"),
+        (lambda said: {"format": [1]}, r"its format is [1], this version reads"),
+        (lambda said: {"format": 2, "media": [[{"name": 3}]]}, "other types than a row has: media"),
+        (
+            lambda said: {"format": 2, "media": [[{"name": "../x.png", "tokens": 1, "nbytes": 1, "check": ""}]]},
+            "other types than a row has: media",
+        ),
+        (lambda said: {"offsets": [*said["offsets"][:-1], 10**30]}, "go beyond 2147483647"),
+        (lambda said: {"offsets": [*said["offsets"][:-1], most]}, f"{most}] are not those of the policy"),
+        (_npy("(2, 1000000000000000)"), "no array that can be read (MemoryError)"),
+        (_npy("(2, -1)"), "no array that can be read (ValueError)"),
+        (_npy("(2, 3)", pickled=True), "no array that can be read (ValueError)"),
+    ]
+    wanted: list[str] = []
+
+    def changed(samples: list[Any]) -> list[Any]:
+        made = []
+        for (key, parts), (change, _) in zip(samples, changes, strict=False):
+            said = json.loads(parts["json"])
+            said.pop("check")
+            content = change if isinstance(change, bytes) else parts["npy"]
+            said |= {"tokens": _hash(content)} if isinstance(change, bytes) else change(said)
+            check = _hash(json.dumps(said, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode())
+            made.append((key, {"json": json.dumps(said | {"check": check}).encode(), "npy": content}))
+            wanted.append(key)
+        return [*made, *samples[len(changes) :]]
+
+    before = len(one_pass(copied))
+    rewrite(copied / "train-0000.tar", changed)
+    assert len(wanted) == len(changes)
+    with pytest.raises(VerificationError) as error:
+        verify(copied)
+    lines = str(error.value).splitlines()
+    for key, (_, text) in zip(wanted, changes, strict=True):
+        assert any(f"row {key}: " in line and text in line for line in lines), text
+    batches = one_pass(copied)
+    assert {gone.reason for batch in batches for gone in batch.left_out} == {"damaged"}
+    assert sum(bool(batch.source_keys) for batch in batches) == before - len(changes)
+
+
+def test_a_link_in_a_shard_is_damage(copied: Path) -> None:
+    shard = copied / "train-0000.tar"
+    content = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as tar:
+        member = tar.getmembers()[1]
+    info = tarfile.TarInfo(member.name)
+    info.type, info.linkname, info.size = tarfile.SYMTYPE, "/etc/hostname", member.size
+    content[member.offset : member.offset + 512] = info.tobuf(tarfile.USTAR_FORMAT)
+    shard.write_bytes(content)
+    with pytest.raises(VerificationError, match=rf"its member '{member.name}' is no file"):
+        verify(copied)
+
+
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
 def test_an_empty_source_is_left_out_of_its_row(copied: Path, place: str) -> None:
     changed: list[Row] = []
 
     def emptied(samples: list[Any]) -> list[Any]:
-        """With a source that has no token, but four places."""
-        row = Row.of(samples[0][1])
+        """With a source that has no token, but four places, instead of its last one."""
+        full = Row.of(samples[0][1])
+        row = replace(
+            full,
+            keys=full.keys[:-1],
+            numbers=full.numbers[:-1],
+            lengths=full.lengths[:-1],
+            offsets=full.offsets[:-1],
+            tokens=full.tokens[:, : sum(full.lengths[:-1])],
+        )
         at = {"first": 0, "middle": 1, "last": len(row.lengths)}[place]
         offsets = [*row.offsets[: at + 1], *(offset + 4 for offset in row.offsets[at:])]
         other = Row(
@@ -286,7 +368,7 @@ def test_an_empty_source_is_left_out_of_its_row(copied: Path, place: str) -> Non
 
     rewrite(copied / "train-0000.tar", emptied)
     row, other = changed
-    assert len(row.lengths) > 2
+    assert len(row.lengths) > 1
     (batch,) = (batch for batch in one_pass(copied) if batch.source_keys == list(row.keys))
     assert batch.left_out == [("nothing", "empty", 0)]
     assert batch.input_ids.shape[1] == other.offsets[-1] == row.offsets[-1] + 4
@@ -389,6 +471,20 @@ def test_a_saved_configuration_of_rows_says_what_was_said(rows: Path, tmp_path: 
     told._parser("fit").save(told.config["fit"], saved, skip_none=False, multifile=False)
     assert yaml.safe_load(saved.read_text())["data"]["packing"] == {"capacity": 64} | ({"multiple": 4} if options else {})
     data, _ = read_config(str(saved))
+    data.setup("fit")
+    assert (data.packing.capacity, data.packing.multiple) == (64, 4)
+    data.teardown("fit")
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_printed_configuration_of_rows_is_taken_again(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        _cli(_ConfigReader, ["fit", "--data.path", str(rows), "--data.packing.multiple=4", "--print_config"])
+    assert not end.value.code
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert yaml.safe_load(printed.read_text())["data"]["packing"] == {"capacity": 64, "multiple": 4}
+    data, _ = read_config(str(printed), ["--model.model", '{"model_type": "llama"}'])
     data.setup("fit")
     assert (data.packing.capacity, data.packing.multiple) == (64, 4)
     data.teardown("fit")

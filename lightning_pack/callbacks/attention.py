@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.callbacks.companions import bring_along
@@ -179,12 +179,15 @@ class PackedAttention(Callback):
             results.batch_size = row.rows
         self._models.require(packed, trainer=trainer, pl_module=pl_module, cut_late=packed is not batch)
         if stage == "predict" and packed.left_out and not self._told_left_out:
-            # In the other stages the monitor tells.
+            # In the other stages the monitor tells. Each rank loses sources of its own.
             self._told_left_out = True
             gone = packed.left_out[0]
-            rank_zero_warn(
-                f"{len(packed.left_out)} sources of {name} are left out of the prediction or cut, such as {gone.key!r} "
-                f"({gone.reason}, {gone.tokens} tokens); of later batches packed_row(batch).left_out tells"
+            way = " (pack_loader(..., even_ranks=False) keeps them)" if gone.reason == "uneven_ranks" else ""
+            warnings.warn(
+                f"{len(packed.left_out)} sources of {name} on rank {trainer.global_rank} are left out of the prediction or "
+                f"cut, such as {gone.key!r} ({gone.reason}, {gone.tokens} tokens){way}; of later batches "
+                "packed_row(batch).left_out tells",
+                stacklevel=2,
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

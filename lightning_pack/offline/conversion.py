@@ -15,11 +15,12 @@ from lightning_pack.energon.fingerprint import library_fingerprint
 from lightning_pack.offline.chat_rows import read_chat_rows
 from lightning_pack.offline.collated import read_collated
 from lightning_pack.offline.given_row import GivenRow, GivenRowError
-from lightning_pack.offline.manifest import Manifest, SplitStatistics, global_policy, left_out_by_reason
+from lightning_pack.offline.manifest import Manifest, global_policy
 from lightning_pack.offline.megatron_bridge import read_npy, read_parquet
 from lightning_pack.offline.prepacking import PackedRows
-from lightning_pack.offline.row_file import ShardFile, sha256_of
 from lightning_pack.offline.row_writer import read_shard_note, write_shard
+from lightning_pack.offline.shard_file import ShardFile, sha256_of
+from lightning_pack.offline.split_statistics import SplitStatistics, left_out_by_reason
 from lightning_pack.offline.verification import verify
 from lightning_pack.offline.workplace import Workplace, check_destination, refuse_other
 from lightning_pack.overlength import Overlength

@@ -28,7 +28,8 @@ import numpy as np
 from lightning_pack.offline.array_pickle import ArrayUnpickler
 from lightning_pack.offline.given_row import GivenRow, GivenRowError, GivenSource, attempted, mask_of, whole_numbers
 from lightning_pack.offline.manifest import Manifest
-from lightning_pack.offline.row_file import Row, samples_of
+from lightning_pack.offline.row_file import Row
+from lightning_pack.offline.shard_file import samples_of
 from lightning_pack.source import IGNORE
 
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")

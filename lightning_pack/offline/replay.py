@@ -67,17 +67,18 @@ class RowEncoder:
         self.made_by = manifest.encoder
         self._rows = manifest.digest
         self._fixed = bool(manifest.packing.get("fixed_boundaries"))
+        policy = manifest.policy()
+        self._widest = max(policy.capacity, policy.row_width or 0)
 
     def __call__(self, key: str, record: Mapping[str, Any]) -> StoredRow:
         """The row whose members are ``record``; one without any tokens names what is left out in its :attr:`StoredRow.news`."""
         try:
             row = Row.of(record, key=key)
-            if (row.files is not None) != self.has_media:
-                raise DamagedRowError("it holds media and the manifest says that rows do not, or the other way round")
         except DamagedRowError as e:
-            return _left_out(
-                key, [LeftOut(source, "damaged", tokens) for source, tokens in e.sources] or [LeftOut(key, "damaged", 0)]
-            )
+            return _damaged(key, e.sources)
+        # Media that the manifest knows nothing of, or tensors of a size that nobody asked for.
+        if (row.files is not None) != self.has_media or row.offsets[-1] > self._widest:
+            return _damaged(key, tuple(zip(row.keys, row.lengths, strict=True)))
         gone = []
         for place, (source, length) in enumerate(zip(row.keys, row.lengths, strict=True)):
             if not length or place in row.broken:
@@ -107,6 +108,10 @@ class RowEncoder:
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly for the same rows."""
         return {"encoder": "packed rows", "rows": self._rows}
+
+
+def _damaged(key: str, sources: Sequence[tuple[str, int]]) -> StoredRow:
+    return _left_out(key, [LeftOut(source, "damaged", tokens) for source, tokens in sources] or [LeftOut(key, "damaged", 0)])
 
 
 def _left_out(key: str, gone: list[LeftOut]) -> StoredRow:

@@ -14,11 +14,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,10 @@ from lightning_pack.source import IGNORE
 #: Version of the members of a row of tokens, and of one with media.
 ROW_FORMAT, MEDIA_ROW_FORMAT = 1, 2
 _FIELDS = {"format", "split", "row", "keys", "numbers", "lengths", "offsets", "group", "tokens"}
+#: Names of files.
+_MEMBER = re.compile(r"[0-9]+\.[a-z0-9]+")
+#: cu_seqlens are int32.
+_MOST = 2**31 - 1
 
 
 class DamagedRowError(ValueError):
@@ -129,15 +131,15 @@ class Row:
         try:
             said = dict(parts["json"] if isinstance(parts["json"], dict) else json.loads(parts["json"]))
             check = said.pop("check", None)
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise DamagedRowError(f"its JSON cannot be read ({type(e).__name__})") from e
         if check != _hash(_json(said)):
             raise DamagedRowError("its JSON is not what was written: the hash differs")
-        known: dict[Any, set[str]] = {ROW_FORMAT: _FIELDS, MEDIA_ROW_FORMAT: _FIELDS | {"media"}}
-        if set(said) != known.get(said.get("format")):
-            raise DamagedRowError(
-                f"its format is {said.get('format')!r}, this version reads {ROW_FORMAT} and {MEDIA_ROW_FORMAT}"
-            )
+        known = {ROW_FORMAT: _FIELDS, MEDIA_ROW_FORMAT: _FIELDS | {"media"}}
+        number = said.get("format")
+        if type(number) is not int or set(said) != known.get(number):
+            raise DamagedRowError(f"its format is {number!r}, this version reads {ROW_FORMAT} and {MEDIA_ROW_FORMAT}")
+        _check_types(said)
         sources = tuple(zip(said["keys"], said["lengths"], strict=False))
         try:
             if _hash(parts["npy"]) != said["tokens"]:
@@ -150,7 +152,7 @@ class Row:
                 numbers=said["numbers"],
                 lengths=said["lengths"],
                 offsets=said["offsets"],
-                tokens=np.load(io.BytesIO(parts["npy"]), allow_pickle=False),
+                tokens=_array(parts["npy"]),
                 group=said["group"],
                 files=files,
                 broken=broken,
@@ -181,6 +183,8 @@ class Row:
             )
         if self.files is not None and len(self.files) != len(lengths):
             raise DamagedRowError(f"it has media of {len(self.files)} sources and {len(lengths)} lengths")
+        if max(self.offsets) > _MOST:
+            raise DamagedRowError(f"its boundaries {shown_offsets(self.offsets)} go beyond {_MOST}")
         room = np.diff(self.offsets)
         if self.offsets[0] != 0 or (room < 0).any() or room[len(lengths) :].any():
             raise DamagedRowError(
@@ -196,80 +200,44 @@ class Row:
             raise DamagedRowError("the first token of a source is a target, which would be predicted from another source")
 
 
+def _check_types(said: Mapping[str, Any]) -> None:
+    """A hash tells that nothing was changed, not that what was written made sense."""
+    kinds: dict[str, Any] = {"split": str, "row": int, "group": str | None, "tokens": str}
+    lists = {"keys": str, "numbers": int, "lengths": int, "offsets": int}
+    wrong = [name for name, kind in kinds.items() if not isinstance(said[name], kind)]
+    for name, kind in lists.items():
+        if not isinstance(said[name], list) or any(type(value) is not kind for value in said[name]):
+            wrong.append(name)
+    if "media" in said and not _is_said_of_media(said["media"]):
+        wrong.append("media")
+    if wrong:
+        raise DamagedRowError(f"its JSON has values of other types than a row has: {', '.join(wrong)}")
+
+
+def _is_said_of_media(said: Any) -> bool:
+    if not isinstance(said, list) or not all(isinstance(each, list) for each in said):
+        return False
+    kinds = {"name": str, "tokens": int, "nbytes": int, "check": str}
+    return all(
+        isinstance(file, dict)
+        and {name: type(value) for name, value in file.items()} == kinds
+        and _MEMBER.fullmatch(file["name"])
+        and min(file["tokens"], file["nbytes"]) >= 0
+        for each in said
+        for file in each
+    )
+
+
+def _array(content: bytes) -> np.ndarray:
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, OSError, EOFError, OverflowError, MemoryError) as e:
+        raise DamagedRowError(f"its tokens are no array that can be read ({type(e).__name__})") from e
+
+
 def _json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-class ShardFile:
-    """Writes rows into a tar file that appears under its name when it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._file = self._unfinished.open("wb")
-        self._hash = hashlib.sha256()
-        self.rows = self.bytes = self.digest = 0
-
-    def add(self, row: Row) -> None:
-        """Write one row."""
-        for extension, data in row.parts().items():
-            # A fresh TarInfo has no owner and no time: the bytes depend on the row alone.
-            member = tarfile.TarInfo(f"{row.key}.{extension}")
-            member.size = len(data)
-            self._write(member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
-        self.rows += 1
-        self.digest = (self.digest + row.digest) % (1 << 128)
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-        self.bytes += len(data)
-
-    def publish(self) -> str:
-        """Put the file in its place; returns its sha256."""
-        self._write(bytes(2 * tarfile.BLOCKSIZE))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._unfinished.replace(self._path)
-        return self._hash.hexdigest()
-
-    def discard(self) -> None:
-        """Remove what is not published."""
-        self._file.close()
-        self._unfinished.unlink(missing_ok=True)
-
-
-def sha256_of(path: Path) -> str:
-    """Hash of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def samples_of(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Keys and members of the samples of a tar file, in order.
-
-    Raises:
-        tarfile.TarError: where the file is damaged.
-    """
-    key, parts = None, dict[str, bytes]()
-    with tarfile.open(path, "r:") as tar:
-        for member in tar:
-            name, _, extension = member.name.partition(".")
-            if name != key or extension in parts:
-                if key is not None:
-                    yield key, parts
-                key, parts = name, {}
-            file = tar.extractfile(member)
-            parts[extension] = b"" if file is None else file.read()
-            # A TarFile remembers every member.
-            tar.members = []  # type: ignore[attr-defined]
-    if key is not None:
-        yield key, parts

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_pack.encoders import Encoder, load_image_processor, vision_family
+from lightning_pack.encoders import Encoder, load_image_processor, tokenizer_fingerprint, vision_family
 from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.encoders.vision_checks import check_image_processor, known_token
 from lightning_pack.energon.storage import local_folder
 from lightning_pack.media import MediaStore
 from lightning_pack.offline.manifest import Manifest, ManifestError
+from lightning_pack.prepare.result import flat
 
 #: Of encoders whose images need no more than family, image processor and placeholder.
 _VISION_CHAT = "vision_chat"
@@ -50,7 +51,7 @@ def row_media(path: str, manifest: Manifest, *, encoder: Encoder | None, image_p
         tokenizer: of the rows, loaded; not used where an encoder is given.
 
     Raises:
-        ManifestError: for an encoder that makes none.
+        ManifestError: for an encoder that makes none, and for a tokenizer beside the rows that is not the one that made them.
         ValueError: for a family that is not registered here, or that does not fit the image processor.
     """
     if encoder is not None:
@@ -60,6 +61,14 @@ def row_media(path: str, manifest: Manifest, *, encoder: Encoder | None, image_p
                 "the methods files_of and with_files of lightning_pack.media.MediaStore"
             )
         return encoder
+    # Its placeholder says where the images are.
+    then, now = flat({"tokenizer": manifest.encoder["tokenizer"]}), flat({"tokenizer": tokenizer_fingerprint(tokenizer)})
+    if then != now:
+        raise ManifestError(
+            f"the tokenizer beside the rows in {path!r} is not the one that made them:\n"
+            + "\n".join(f"  encoder.{n}: {then.get(n)!r} in the rows, {now.get(n)!r} now" for n in now if then.get(n) != now[n])
+            + "\nRestore it, or give the one that made them (tokenizer=...)"
+        )
     family = vision_family(str(manifest.encoder["family"]))
     check_image_processor(image_processor, family)
     return ImageReader(image_processor, family, known_token(tokenizer, family))

@@ -12,9 +12,11 @@ import numpy as np
 
 from lightning_pack.binning import Groups, lower_bound
 from lightning_pack.media_budget import within_budget
-from lightning_pack.offline.manifest import Shard, SplitStatistics, left_out_by_reason, write_json
-from lightning_pack.offline.row_file import Row, ShardFile
+from lightning_pack.offline.manifest import write_json
+from lightning_pack.offline.row_file import Row
+from lightning_pack.offline.shard_file import ShardFile
 from lightning_pack.offline.source_store import SourceStore
+from lightning_pack.offline.split_statistics import Shard, SplitStatistics, left_out_by_reason
 from lightning_pack.policy import PackingPolicy
 
 #: Rows that make it worth having a further shard, and how many shards there are at most.

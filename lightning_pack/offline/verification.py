@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from lightning_pack.energon.dataset import _leaves
-from lightning_pack.offline.manifest import MANIFEST, Manifest, Shard, SplitStatistics
-from lightning_pack.offline.row_file import DamagedRowError, Row, samples_of, sha256_of
+from lightning_pack.offline.manifest import MANIFEST, Manifest
+from lightning_pack.offline.row_file import DamagedRowError, Row
+from lightning_pack.offline.shard_file import samples_of, sha256_of
+from lightning_pack.offline.split_statistics import Shard, SplitStatistics
 from lightning_pack.offline.workplace import RESUMED
 from lightning_pack.prepare.progress import progress_bar
 
