@@ -268,7 +268,7 @@ def test_commands_are_understood(
                 assert not said, f"{block}: {' '.join(words)}\n{said}"
                 continue
             program = [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]
-            assert Path(program[0]).name in ("python", "python3", "pip", "source", "git", "cd", "pytest", "check"), (
+            assert Path(program[0]).name in ("python", "python3", "pip", "source", "git", "cd", "pytest", "check", "jupyter"), (
                 f"{block}: {words}"
             )
 
