@@ -130,3 +130,10 @@ def test_videos_and_sounds_of_a_record_are_not_passed_over(field: str) -> None:
     assert caught.value.reason == "corrupt"
     # Datasets have such columns for all records.
     assert encoded(picture(0), **{field: []}).media_tokens > 0
+
+
+def test_postscript_is_not_run() -> None:
+    content = saved(photograph().convert("RGB"), "EPS")
+    assert content.startswith(b"%!PS")
+    with pytest.raises(LeaveOut, match="'a.eps' is PostScript, a program, which would be run: store it as PNG"):
+        EncodedImage("a.eps", content).size()

@@ -150,6 +150,10 @@ class EncodedImage:
                 image = PIL.Image.open(file)
         except (*_BROKEN, PIL.Image.DecompressionBombError) as error:
             raise self._broken(error) from error
+        if image.format == "EPS":
+            raise LeaveOut(
+                "image", f"image {self.name!r} is PostScript, a program, which would be run: store it as PNG", "PostScript"
+            )
         if image.mode not in MODES:
             raise LeaveOut(
                 "image",
