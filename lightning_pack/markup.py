@@ -43,7 +43,7 @@ class Part:
 
 
 def text(value: object) -> str:
-    r"""Its ``str`` without the characters that mean something in HTML, quotation marks included, and none that turns what follows.
+    r"""Its ``str`` without the characters that mean something in HTML, quotation marks included; hidden ones are written out.
 
     >>> print(text("<b> & 'c'\u202e"))
     &lt;b&gt; &amp; &#x27;c&#x27;\u202e

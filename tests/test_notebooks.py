@@ -48,6 +48,21 @@ def test_outputs_are_kept_and_small(notebook: Path) -> None:
     assert not re.search(r"/(tmp|home|root|work)/", text), "a path of the machine that it ran on"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("01_first_pack", {"image/png": 1, "text/html": 3}),
+        ("02_plan_your_data", {"image/png": 1, "text/html": 2}),
+        ("05_vision", {"text/html": 2}),
+    ],
+)
+def test_pictures_and_tables_are_shown_as_such(name: str, shown: dict[str, int]) -> None:
+    kept = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    found = [kind for cell in kept.cells for output in cell.get("outputs", ()) for kind in output.get("data", ())]
+    for kind, number in shown.items():
+        assert found.count(kind) >= number, (kind, found)
+
+
 def test_all_of_them_are_listed() -> None:
     assert len(NOTEBOOKS) == 5
     listed = re.findall(r"\(([\w]+\.ipynb)\)", (FOLDER / "README.md").read_text())

@@ -269,6 +269,8 @@ def test_a_notebook_shows_tables_and_a_figure(long_tailed: Plan) -> None:
     # A notebook shows it, whether or not pyplot was imported.
     picture = figure._repr_png_()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    figure.set_dpi(figure.dpi / 2)
+    assert len(figure._repr_png_()) < 0.7 * len(picture)
     lengths, fill = figure.axes
     counted = sum(bar.get_height() for bar in lengths.patches)
     assert counted == 9000

@@ -73,5 +73,6 @@ class Totals:
 
 def _damaged(how: str) -> ValueError:
     return ValueError(
-        f"the PackingMonitor's state in the checkpoint is damaged: {how}. Take another checkpoint, or resume without the monitor"
+        f"the PackingMonitor's state in the checkpoint is damaged: {how}. Take another checkpoint, or resume without the "
+        "monitor"
     )

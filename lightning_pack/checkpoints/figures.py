@@ -121,7 +121,7 @@ def remarks(contents: Contents, record: TrainingRecord) -> list[str]:
     position = None if contents.data is None else contents.data.position
     if position is not None and "encoder.rows" in position.settings:
         found.append(
-            "These rows were written ahead: what was left out or cut then is in the manifest.json of their folder, and not here."
+            "These rows were written ahead: what was left out or cut then is in the manifest.json of their folder, not here."
         )
     return found
 

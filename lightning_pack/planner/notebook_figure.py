@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 
 
 class NotebookFigure(Figure):
-    """A figure without pyplot: no display and no global state. Notebooks know those of pyplot alone, so it brings its picture."""
+    """A figure without pyplot: no display, no global state. Notebooks know those of pyplot alone, so it brings its picture."""
 
     def _repr_png_(self) -> bytes:
         picture = BytesIO()
-        self.savefig(picture, format="png")
+        self.savefig(picture, format="png", dpi=self.dpi)
         return picture.getvalue()
