@@ -30,7 +30,8 @@ def report_of(*, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMAR
         benchmarks: in this order.
     """
     sizes = SMALL if small else Sizes()
-    date, runs = datetime.now(timezone.utc).isoformat(timespec="seconds"), []
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    runs: list[BenchRun] = []
     # Before measuring, so that what was measured is what is told, whatever happens to the files meanwhile.
     of_packages, of_clone = versions(), commit()
     with tempfile.TemporaryDirectory(prefix="lightning-pack-bench-") as folder:

@@ -118,6 +118,8 @@ def left_out(record: TrainingRecord) -> list[LeftOutRow]:
 def remarks(contents: Contents, record: TrainingRecord) -> list[str]:
     """What a reader must know about the figures."""
     found = record.remarks()
+    if not record.stats.packs:
+        found.insert(0, "No row was trained on before this checkpoint was written.")
     position = None if contents.data is None else contents.data.position
     if position is not None and "encoder.rows" in position.settings:
         found.append(
