@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 from tests.notebooks import FOLDER, MOST, NOTEBOOKS, run
+from tests.picture import LENGTHS, PICTURE, fill, packed, padded, picture
 
 EACH = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -61,6 +62,13 @@ def test_pictures_and_tables_are_shown_as_such(name: str, shown: dict[str, int])
     found = [kind for cell in kept.cells for output in cell.get("outputs", ()) for kind in output.get("data", ())]
     for kind, number in shown.items():
         assert found.count(kind) >= number, (kind, found)
+
+
+def test_the_picture_is_of_what_the_policy_does() -> None:
+    rows = packed(LENGTHS)
+    assert sorted(i for row in rows for i, _ in row if i >= 0) == list(range(len(LENGTHS)))
+    assert fill(rows) > 2 * fill(row for batch in padded(LENGTHS) for row in batch)
+    assert PICTURE.read_text() == picture()
 
 
 def test_all_of_them_are_listed() -> None:
