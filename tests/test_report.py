@@ -20,9 +20,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_pack import cli
 from lightning_pack.callbacks.history import MOST, History, Stretch
 from lightning_pack.callbacks.monitor import PackingMonitor
+from lightning_pack.callbacks.summary import print_summary, summary_html
 from lightning_pack.checkpoints.contents import Contents, DataState, Position
 from lightning_pack.checkpoints.figures import remarks
 from lightning_pack.checkpoints.record import TrainingRecord, training_record
+from lightning_pack.metrics import PackingMetrics
 from tests.test_monitor import POLICY, ROWS, Loader, TokenModel, row, trainer
 
 pytestmark = [
@@ -245,6 +247,20 @@ def test_rows_written_ahead_were_cut_then(run: Path, tmp_path: Path, capsys: pyt
     assert isinstance(record, TrainingRecord)
     assert remarks(contents, record) == record.remarks()
     assert "is in the manifest.json of their folder" in remarks(ahead, record)[-1]
+
+
+def test_a_key_commands_no_terminal_when_a_run_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = PackingMetrics()
+    metrics.update(row(3, left_out=((HOSTILE, "overlength", 9),)))
+    print_summary({"train": metrics.stats(metrics.counts)}, {"train": {"overlength": [HOSTILE]}})
+    printed = capsys.readouterr().out
+    assert "train: left out for overlength: 1 source, 9 tokens, for example <script>" in printed
+    assert r"\x1b[2J\u202e" in printed
+    assert "\x1b" not in printed
+    # Nor does it turn what a notebook shows after it.
+    html = summary_html("title", {"train": metrics.stats(metrics.counts)}, {"train": {"overlength": [HOSTILE]}})
+    assert r"&lt;script&gt;" in html
+    assert "\u202e" not in html
 
 
 def test_a_long_history_and_the_rest_after_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
