@@ -11,6 +11,9 @@ from lightning_pack.visible_text import visible
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Tokens before others on which it depends how these are decoded.
+_CONTEXT = 16
+
 
 class Piece(NamedTuple):
     """Tokens in a row that are drawn alike."""
@@ -54,6 +57,26 @@ class Images:
                 found[start] = until, f"[image{size} -> {until - start} tokens]"
                 start = until
         return found
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> None:
+    """Refuse one that cannot have made these tokens: it would leave out what it does not know.
+
+    Args:
+        tokenizer: as it was given.
+        ids: of the real tokens.
+
+    Raises:
+        ValueError: saying what to give.
+    """
+    if not hasattr(tokenizer, "decode") or not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}: give a tokenizer of transformers, or None to draw ids")
+    last = max(tokenizer.get_vocab().values(), default=-1)
+    if unknown := [token for token in ids if not 0 <= token <= last]:
+        raise ValueError(
+            f"the row holds the id {unknown[0]}, and those of the tokenizer end with {last}: give the tokenizer that made the "
+            "row, or None to draw ids"
+        )
 
 
 def _placeholders(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -122,7 +145,9 @@ class Writer:
     def _words(self, start: int, end: int, *, begins: int) -> str:
         if self._tokenizer is None:
             return " ".join(map(str, self._ids[start:end])) + ("" if end == len(self._ids) else " ")
-        # What is decoded depends on what comes before: some tokenizers drop the space of a first word.
+        # What is decoded depends on what comes before: some tokenizers drop the space of a first word, and characters of
+        # several tokens. All that was drawn before would take the square of the tokens.
+        begins = max(begins, start - _CONTEXT)
         before, both = self._decoded(begins, start), self._decoded(begins, end)
         words = both[len(before) :] if both.startswith(before) else self._decoded(start, end)
         return "↵\n".join(map(visible, words.split("\n")))

@@ -54,7 +54,9 @@ def first_rows(
         data = EnergonPackDataModule(path, tokenizer=tokenizer, num_workers=0, epochs=1)
     else:
         if packing.get("capacity") is None:
-            raise ValueError(f"give --capacity N, the most tokens of a pack, to pack the rows of {str(path)!r}")
+            raise ValueError(
+                f"give --capacity N, the most tokens of a pack, to pack the rows of {str(path)!r} (of a run, leave --show out)"
+            )
         ends = _ends(path)
         data = EnergonPackDataModule(
             path,

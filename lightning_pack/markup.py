@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from lightning_pack.visible_text import visible
+
 Kind = Literal["target", "token", "other_token", "alignment", "tail", "left_out"]
 
 #: A bar with more parts than this is drawn with one part for each kind.
@@ -41,12 +43,12 @@ class Part:
 
 
 def text(value: object) -> str:
-    """Its ``str`` without the characters that mean something in HTML, quotation marks included.
+    r"""Its ``str`` without the characters that mean something in HTML, quotation marks included; hidden ones are written out.
 
-    >>> text("<b> & 'c'")
-    '&lt;b&gt; &amp; &#x27;c&#x27;'
+    >>> print(text("<b> & 'c'\u202e"))
+    &lt;b&gt; &amp; &#x27;c&#x27;\u202e
     """
-    return escape(str(value))
+    return escape(visible(str(value)))
 
 
 def card(title: str, *parts: str) -> str:

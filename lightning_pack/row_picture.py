@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from lightning_pack.drawn_tokens import Images, Piece, Writer, joined_ids, many
+from lightning_pack.drawn_tokens import Images, Piece, Writer, check_tokenizer, joined_ids, many
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE, LeftOut
 from lightning_pack.visible_text import visible
@@ -138,7 +138,7 @@ def draw(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None = None, *
         most: tokens of a source that are drawn, an image being one; of longer ones the beginning and the end. None draws all.
 
     Raises:
-        ValueError: for anything else than a packed row, or ``most`` below 2.
+        ValueError: for anything else than a packed row, ``most`` below 2, and a tokenizer that lacks tokens of the row.
 
     Example:
         >>> import torch
@@ -163,6 +163,9 @@ def draw(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase | None = None, *
     count = len(batch.source_keys)
     real, physical = batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    if tokenizer is not None:
+        spans = [range(physical[i], physical[i] + real[i + 1] - real[i]) for i in range(count)]
+        check_tokenizer(tokenizer, [ids[at] for span in spans for at in span])
     images = Images(batch, tokenizer)
     drawn = []
     for i in range(count):

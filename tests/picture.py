@@ -71,7 +71,7 @@ def picture() -> str:
 
     batches, rows = padded(LENGTHS), packed(LENGTHS)
     share = fill(row for batch in batches for row in batch)
-    title(f"{len(LENGTHS)} sources in padded batches of {BATCH}: {share:.0%} of the slots hold tokens")
+    title(f"{len(LENGTHS)} sources in padded batches of {BATCH}: {share:.0%} of the slots hold tokens, grey is padding")
     for batch in batches:
         for row in batch:
             shapes += _bars(row, y, 5)

@@ -42,6 +42,11 @@ def _dies(sizes: Sizes, folder: Path) -> Findings:
     return _good(sizes, folder)
 
 
+def _interrupted(sizes: Sizes, folder: Path) -> Findings:
+    os.kill(os.getpid(), signal.SIGINT)
+    return _good(sizes, folder)
+
+
 GOOD = Benchmark(name="good", what="goes well", rows=("good",), run=_good)
 FAILING = (
     Benchmark(name="raises", what="goes wrong", rows=("raises",), run=_raises),
@@ -129,6 +134,25 @@ def test_a_benchmark_that_fails_is_a_row_and_the_others_go_on(
     assert [run["error"] is None for run in (*failed, good)] == [False, False, False, True]
     assert good["results"][0]["value"] is None
     assert int(good["results"][0]["details"]) != os.getpid()
+
+
+@pytest.mark.usefixtures("idle")
+def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = page.read_text()
+    stopped = Benchmark(name="stopped", what="takes long", rows=("stopped",), run=_interrupted, separate=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(out=tmp_path, write=page, small=True, benchmarks=(GOOD, stopped, GOOD))
+    assert page.read_text() == before
+    good, *others = json.loads((tmp_path / "bench.json").read_text())["runs"]
+    assert (good["error"], len(good["results"])) == (None, 1)
+    assert [(run["name"], run["error"]) for run in others] == [("stopped", "interrupted"), ("good", "interrupted")]
+    assert names_in((tmp_path / "bench.md").read_text()) == ["good"]
+    assert "[3/3]" not in capsys.readouterr().err, "the third did not begin"
+    # What was measured earlier is not replaced by nothing.
+    kept = (tmp_path / "bench.json").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        run_all(out=tmp_path, small=True, benchmarks=(stopped, GOOD))
+    assert (tmp_path / "bench.json").read_text() == kept
 
 
 @pytest.mark.usefixtures("idle")

@@ -323,7 +323,7 @@ def test_validation_is_counted_apart_and_the_sanity_check_nowhere(tmp_path: Path
     assert run.callback_metrics["packing/val_fill"] == pytest.approx(21 / 32)
     assert run.callback_metrics["packing/val_sources_per_pack"] == 1.5
     out = capsys.readouterr().out
-    assert "validation: left out for no_targets: 1 sources, 4 tokens, for example v1" in out
+    assert "validation: left out for no_targets: 1 source, 4 tokens, for example v1" in out
     assert "train: no source was left out" in out
 
 

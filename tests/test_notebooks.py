@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 from tests.notebooks import FOLDER, MOST, NOTEBOOKS, run
+from tests.picture import LENGTHS, PICTURE, fill, packed, padded, picture
 
 EACH = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -46,6 +47,28 @@ def test_outputs_are_kept_and_small(notebook: Path) -> None:
     assert outputs
     assert all(output.output_type != "error" for output in outputs)
     assert not re.search(r"/(tmp|home|root|work)/", text), "a path of the machine that it ran on"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("01_first_pack", {"image/png": 1, "text/html": 3}),
+        ("02_plan_your_data", {"image/png": 1, "text/html": 2}),
+        ("05_vision", {"text/html": 2}),
+    ],
+)
+def test_pictures_and_tables_are_shown_as_such(name: str, shown: dict[str, int]) -> None:
+    kept = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    found = [kind for cell in kept.cells for output in cell.get("outputs", ()) for kind in output.get("data", ())]
+    for kind, number in shown.items():
+        assert found.count(kind) >= number, (kind, found)
+
+
+def test_the_picture_is_of_what_the_policy_does() -> None:
+    rows = packed(LENGTHS)
+    assert sorted(i for row in rows for i, _ in row if i >= 0) == list(range(len(LENGTHS)))
+    assert fill(rows) > 2 * fill(row for batch in padded(LENGTHS) for row in batch)
+    assert PICTURE.read_text() == picture()
 
 
 def test_all_of_them_are_listed() -> None:

@@ -266,6 +266,11 @@ def test_a_notebook_shows_tables_and_a_figure(long_tailed: Plan) -> None:
     settings = dict(matplotlib.rcParams)
     figure = long_tailed.figure()
     assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, [])
+    # A notebook shows it, whether or not pyplot was imported.
+    picture = figure._repr_png_()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    figure.set_dpi(figure.dpi / 2)
+    assert len(figure._repr_png_()) < 0.7 * len(picture)
     lengths, fill = figure.axes
     counted = sum(bar.get_height() for bar in lengths.patches)
     assert counted == 9000
@@ -284,7 +289,9 @@ def test_a_notebook_shows_tables_and_a_figure(long_tailed: Plan) -> None:
 def test_without_matplotlib_only_the_picture_is_missing(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "matplotlib" or name.endswith("planner.notebook_figure")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     args = ["plan", str(texts), "--capacity", "512", "--buffer-sizes", "16", "--sources", "300"]

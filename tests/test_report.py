@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_pack import cli
 from lightning_pack.callbacks.history import MOST, History, Stretch
 from lightning_pack.callbacks.monitor import PackingMonitor
+from lightning_pack.callbacks.summary import print_summary, summary_html
+from lightning_pack.checkpoints.contents import Contents, DataState, Position
+from lightning_pack.checkpoints.figures import remarks
 from lightning_pack.checkpoints.record import TrainingRecord, training_record
+from lightning_pack.metrics import PackingMetrics
 from tests.test_monitor import POLICY, ROWS, Loader, TokenModel, row, trainer
 
 pytestmark = [
@@ -138,7 +143,7 @@ def test_the_page_tells_what_the_checkpoint_holds(run: Path, tmp_path: Path, cap
     charts = re.findall(r'<figure class="chart">', text)
     assert (len(charts), page.hints) == (4, 12)
     for step, rows in ((0, ROWS[:2]), (2, ROWS[2:4]), (4, ROWS[4:])):
-        assert f"steps {step + 1} to {step + 2}: fill {100 * sum(map(sum, rows)) / 32:.4g} %" in page.text
+        assert f"steps {step + 1} to {step + 2}: fill {100 * sum(map(sum, rows)) / 32:.5g} %" in page.text
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +206,63 @@ def test_json_has_the_record(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert training["left_out"] == {"overlength": 2, "other": 2}
 
 
+def test_a_chart_has_ticks_that_are_true_and_shows_no_waste_where_there_is_none(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(checkpoint: dict[str, Any]) -> None:
+        state = monitor_state(checkpoint)
+        for counts in (state["total"], state["history"]["counts"]):
+            counts["real_tokens"], counts["alignment_padding"] = counts["slots"], [0, 0, 0]
+        state["total"]["alignment_padding"] = 0
+
+    path = changed(run, tmp_path / "full.ckpt", fill)
+    assert inspected(path, "--html", tmp_path / "a.html", capsys=capsys)[0] == 0
+    text = (tmp_path / "a.html").read_text()
+    assert "Fill 100.00 %" in Page(text).text
+    assert re.findall(r">([\d.]+ %)</span>", text)[:5] == ["99.9 %", "99.925 %", "99.95 %", "99.975 %", "100 %"]
+    assert re.findall(r"<h3>(.*?)</h3>", text) == ["Fill", "Tokens left out", "Throughput"]
+
+
+def test_advice_fits_what_was_done(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def cut(checkpoint: dict[str, Any]) -> None:
+        total = monitor_state(checkpoint)["total"]
+        for kind in ("left_out", "left_out_tokens"):
+            total[f"{kind}/truncated"], total[f"{kind}/overlength"] = total[f"{kind}/overlength"] - 1, 0
+        total["left_out/other"] += 1
+        total["left_out_tokens/other"] += 1
+
+    path = changed(run, tmp_path / "cut.ckpt", cut)
+    out = inspected(path, capsys=capsys)[1]
+    assert "Left out for truncated: 1 source, 79 tokens" in out
+    assert "larger packing.capacity, or overlength split, for plain text" in out
+    assert "overlength truncate or split" in inspected(last(run), capsys=capsys)[1]
+
+
+def test_rows_written_ahead_were_cut_then(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contents = Contents.read(last(run))
+    settings = {"encoder.encoder": "packed rows", "encoder.rows": "0123"}
+    position = Position(ranks=1, num_workers=0, passes_done=0, passes=None, places=(), counts={}, point=None, settings=settings)
+    ahead = replace(contents, data=DataState(datamodule="any", version=1, bytes=1, position=position))
+    record = training_record(torch.load(last(run), weights_only=True))
+    assert isinstance(record, TrainingRecord)
+    assert remarks(contents, record) == record.remarks()
+    assert "is in the manifest.json of their folder" in remarks(ahead, record)[-1]
+
+
+def test_a_key_commands_no_terminal_when_a_run_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = PackingMetrics()
+    metrics.update(row(3, left_out=((HOSTILE, "overlength", 9),)))
+    print_summary({"train": metrics.stats(metrics.counts)}, {"train": {"overlength": [HOSTILE]}})
+    printed = capsys.readouterr().out
+    assert "train: left out for overlength: 1 source, 9 tokens, for example <script>" in printed
+    assert r"\x1b[2J\u202e" in printed
+    assert "\x1b" not in printed
+    # Nor does it turn what a notebook shows after it.
+    html = summary_html("title", {"train": metrics.stats(metrics.counts)}, {"train": {"overlength": [HOSTILE]}})
+    assert r"&lt;script&gt;" in html
+    assert "\u202e" not in html
+
+
 def test_a_long_history_and_the_rest_after_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lengthen(checkpoint: dict[str, Any]) -> None:
         state, history = monitor_state(checkpoint), History()
@@ -245,7 +307,15 @@ def test_checkpoints_with_no_or_a_damaged_record_say_so(run: Path, tmp_path: Pat
         (lambda c: monitor_state(c)["total"].update(packs=-1), "numbers that no run can count to"),
         (lambda c: monitor_state(c)["total"].update(packs=1 << 60), "numbers that no run can count to"),
         (lambda c: monitor_state(c)["total"].update(packs=0), "its history has more than the whole"),
-        (lambda c: monitor_state(c).update(total=7), "state in the checkpoint is damaged"),
+        (lambda c: monitor_state(c).update(total=7), "damaged: there is a int instead of its counts"),
+        (lambda c: monitor_state(c)["total"].update(packs=float("inf")), "damaged: its packs hold inf, and should"),
+        (lambda c: monitor_state(c)["total"].update(packs="9" * 5000), "damaged: its packs hold"),
+        (lambda c: monitor_state(c)["total"].update(imbalance=[6, 10**400]), "damaged: its histograms hold"),
+        # A few bytes in the file that would be terabytes as numbers.
+        (
+            lambda c: monitor_state(c)["total"].update(ages=torch.zeros(1, dtype=torch.int64).expand(10**12)),
+            "damaged: its ages, lengths and imbalance hold 0,",
+        ),
     ]
     for change, text in changes:
         path = changed(run, tmp_path / "changed.ckpt", change)

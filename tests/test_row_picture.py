@@ -115,6 +115,40 @@ def test_a_hostile_text_commands_neither_terminal_nor_page() -> None:
     assert visible("e\u0301 👩\u200d🔬 नमस्ते") == "e\u0301 👩\u200d🔬 नमस्ते", "scripts of the world stay as they are"
 
 
+def test_many_turns_take_no_more_than_their_tokens() -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.tokens = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            return TOKENIZER.get_vocab()
+
+        def decode(self, ids: list[int], **options: bool) -> str:
+            self.tokens += len(ids)
+            return str(TOKENIZER.decode(ids, **options))
+
+    ids = torch.tensor(TOKENIZER("so many words, zwölf Ä 漢字 🙂 " * 200)["input_ids"])
+    assert len(ids) > 4000
+    labels = torch.where(torch.arange(len(ids)) % 40 < 20, ids, -100)
+    policy = PackingPolicy(capacity=len(ids))
+    batch = PackedBatch.from_packs([policy.build([EncodedSource.of("turns", ids, labels)])], pad_id=0)
+    counted = Counted()
+    pieces = draw(batch, counted, most=None).sources[0].pieces  # type: ignore[arg-type]
+    assert len(pieces) > 200
+    assert counted.tokens < 5 * len(ids)
+
+
+def test_a_tokenizer_that_did_not_make_the_row_is_refused() -> None:
+    last = max(TOKENIZER.get_vocab().values())
+    assert draw(packed(EncodedSource.of("x", torch.tensor([3, last]))), TOKENIZER).sources[0].tokens == 2
+    row = packed(EncodedSource.of("x", torch.tensor([3, last + 1])))
+    with pytest.raises(ValueError, match=rf"holds the id {last + 1}, and those of the tokenizer end with {last}: give the"):
+        draw(row, TOKENIZER)
+    with pytest.raises(ValueError, match="tokenizer is a str: give a tokenizer of transformers, or None to draw ids"):
+        draw(row, "data/tokenizer")  # type: ignore[arg-type]
+    assert f"«{last + 1}»" in str(draw(row))
+
+
 def test_long_sources_are_cut_and_ids_are_drawn_without_a_tokenizer() -> None:
     source = EncodedSource.of("long", torch.arange(100) + 5)
     picture = draw(packed(source), most=6)

@@ -16,21 +16,29 @@ from lightning_pack.bench.suite import BENCHMARKS, SMALL, Benchmark, Findings, S
 
 #: Where figures go unless told otherwise.
 FOLDER = Path("runs/bench")
+#: Why benchmarks have no figures after Ctrl-C.
+INTERRUPTED = "interrupted"
 
 
 def report_of(*, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMARKS) -> BenchReport:
     """Run benchmarks, each in a process of its own. Lines go to stdout, progress to stderr; one that fails does not end it.
+
+    Ctrl-C ends it: benchmarks that were not done fail as :data:`INTERRUPTED`, and what was measured is kept.
 
     Args:
         small: tiny sizes, to try the run out.
         benchmarks: in this order.
     """
     sizes = SMALL if small else Sizes()
-    date, runs = datetime.now(timezone.utc).isoformat(timespec="seconds"), []
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    runs: list[BenchRun] = []
     # Before measuring, so that what was measured is what is told, whatever happens to the files meanwhile.
     of_packages, of_clone = versions(), commit()
     with tempfile.TemporaryDirectory(prefix="lightning-pack-bench-") as folder:
         for number, benchmark in enumerate(benchmarks, 1):
+            if runs and runs[-1].error == INTERRUPTED:
+                runs.append(BenchRun(name=benchmark.name, what=benchmark.what, seconds=0.0, load=None, error=INTERRUPTED))
+                continue
             before = load()
             told = "" if before is None else f" (load {before:.1f})"
             print(f"[{number}/{len(benchmarks)}] {benchmark.name}: {benchmark.what}{told}", file=sys.stderr, flush=True)
@@ -59,6 +67,8 @@ def _run(benchmark: Benchmark, sizes: Sizes, folder: Path, before: float | None)
         found = in_a_process(measured, benchmark, sizes, folder) if benchmark.separate else measured(benchmark, sizes, folder)
     except Exception as failure:
         error = str(failure) or type(failure).__name__
+    except KeyboardInterrupt:
+        error = INTERRUPTED
     return BenchRun(
         name=benchmark.name,
         what=benchmark.what,
@@ -84,6 +94,7 @@ def run_all(
     Raises:
         ValueError: if ``write`` has no place for the table; known before anything is measured.
         SystemExit: with 1 if a benchmark failed; all others are in the table.
+        KeyboardInterrupt: for one that came while measuring, once what was measured is written.
     """
     if write is not None:
         check_place(write)
@@ -91,11 +102,16 @@ def run_all(
     takes = "less than a minute" if small else "about ten minutes on two cores"
     print(f"This takes {takes}; the machine should have nothing else to do.", file=sys.stderr)
     report = report_of(small=small, benchmarks=benchmarks)
+    interrupted = any(run.error == INTERRUPTED for run in report.runs)
+    if interrupted and not any(run.results for run in report.runs):
+        raise KeyboardInterrupt
     (out / "bench.json").write_text(report.to_json())
     (out / "bench.md").write_text(report.to_markdown())
     print(f"written: {out / 'bench.json'}, {out / 'bench.md'}")
     if report.warning is not None:
         print(f"warning: {report.warning}", file=sys.stderr)
+    if interrupted:
+        raise KeyboardInterrupt
     if report.failed:
         # A table with holes does not replace one without.
         kept = "" if write is None else f"; {write} is left as it is"

@@ -14,6 +14,7 @@ from lightning_pack.callbacks.work import Imbalance
 from lightning_pack.markup import Kind, Part
 from lightning_pack.metrics import REASONS, PackingStats, counted_reason
 from lightning_pack.source import LeftOut
+from lightning_pack.visible_text import visible
 
 #: Sample keys that are kept for each reason.
 EXAMPLES = 3
@@ -108,10 +109,11 @@ def print_summary(
         if not column.left_out:
             console.print(f"{stage}: no source was left out")
         for reason, number in column.left_out.items():
-            keys = ", ".join(examples.get(stage, {}).get(reason, []))
-            tokens = column.left_out_tokens[reason]
+            # A key may command a terminal.
+            keys = ", ".join(map(visible, examples.get(stage, {}).get(reason, [])))
+            tokens, noun = column.left_out_tokens[reason], "source" if number == 1 else "sources"
             # Text, not markup: a key may hold square brackets.
-            line = f"{stage}: left out for {reason}: {number:,} sources, {tokens:,} tokens"
+            line = f"{stage}: left out for {reason}: {number:,} {noun}, {tokens:,} tokens"
             console.print(Text(f"{line}, for example {keys}" if keys else line), soft_wrap=True)
 
 

@@ -142,7 +142,7 @@ def _report(
         print("\n".join([*told, *compared[1:], f"written: {options.html}"]))
         return resumes
     print("\n".join([*([] if chosen is None else [chosen]), *lines]))
-    shown(terminal_console(), record)
+    shown(terminal_console(), contents, record)
     if compared:
         print("\n".join(compared))
     return resumes

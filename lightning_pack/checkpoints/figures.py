@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_pack.callbacks.history import Stretch
+from lightning_pack.checkpoints.contents import Contents
 from lightning_pack.checkpoints.record import TrainingRecord
 
 _REASONS = {
@@ -84,12 +85,19 @@ def wastes(record: TrainingRecord) -> list[Waste]:
     others = sum(stats.left_out_tokens.values()) - long
     read = max(stats.tokens_read, 1)
     return [
-        Waste("tail padding", stats.tail_padding, stats.tail_fraction, "slots", "larger buffer_size, or another algorithm"),
+        Waste(
+            "tail padding", stats.tail_padding, stats.tail_fraction, "slots", "larger packing.buffer_size, or another algorithm"
+        ),
         Waste(
             *("alignment padding", stats.alignment_padding, stats.alignment_fraction, "slots"),
             "smaller packing.multiple, where kernels and parallelism allow it",
         ),
-        Waste("over-length", long, stats.overlength_fraction, "tokens read", "larger capacity, overlength truncate or split"),
+        Waste(
+            *("over-length", long, stats.overlength_fraction, "tokens read"),
+            # Where sources are cut already, cutting is no advice.
+            "larger packing.capacity, or overlength "
+            + ("truncate or split" if stats.left_out_tokens.get("overlength") else "split, for plain text"),
+        ),
         Waste("left out otherwise", others, others / read, "tokens read", "see the reasons below"),
     ]
 
@@ -105,6 +113,24 @@ def left_out(record: TrainingRecord) -> list[LeftOutRow]:
         for reason, number in stats.left_out.items()
     ]
     return sorted(rows, key=lambda row: (-row.sources, row.reason))
+
+
+def remarks(contents: Contents, record: TrainingRecord) -> list[str]:
+    """What a reader must know about the figures."""
+    found = record.remarks()
+    if not record.stats.packs:
+        found.insert(0, "No row was trained on before this checkpoint was written.")
+    position = None if contents.data is None else contents.data.position
+    if position is not None and "encoder.rows" in position.settings:
+        found.append(
+            "These rows were written ahead: what was left out or cut then is in the manifest.json of their folder, not here."
+        )
+    return found
+
+
+def sources(number: int) -> str:
+    """How many."""
+    return f"{number:,} source{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:

@@ -11,7 +11,7 @@ from time import gmtime, strftime
 from lightning_pack.callbacks.history import Stretch
 from lightning_pack.checkpoints.charts import Chart, Series, Span
 from lightning_pack.checkpoints.contents import Contents
-from lightning_pack.checkpoints.figures import figures, left_out, percent, short, significant, wastes
+from lightning_pack.checkpoints.figures import figures, left_out, percent, remarks, short, significant, wastes
 from lightning_pack.checkpoints.record import TrainingRecord
 from lightning_pack.checkpoints.style import STYLE
 from lightning_pack.visible_text import visible
@@ -79,9 +79,9 @@ def _body(contents: Contents, record: TrainingRecord | str, *, details: Sequence
     place += [] if contents.lightning is None else [f"Lightning {_text(contents.lightning)}"]
     yield f'<header>\n<p class="eyebrow">lightning-pack training report</p>\n<h1>{_text(path.name)}</h1>\n'
     yield f'<p class="sub">{" · ".join(place)}<br><span class="mono">{_text(path.resolve())}</span></p>\n'
-    remarks = [] if chosen is None else [chosen]
-    remarks += [f"No record of training: {record}."] if isinstance(record, str) else record.remarks()
-    yield "".join(f'<p class="remark">{_text(remark)}</p>\n' for remark in remarks) + "</header>\n"
+    told = [] if chosen is None else [chosen]
+    told += [f"No record of training: {record}."] if isinstance(record, str) else remarks(contents, record)
+    yield "".join(f'<p class="remark">{_text(remark)}</p>\n' for remark in told) + "</header>\n"
     if not isinstance(record, str):
         yield from _training(record)
     yield '<h2>The checkpoint</h2>\n<div class="card"><pre class="mono">'
@@ -120,17 +120,18 @@ def _charts(points: Iterable[Stretch]) -> Iterator[Chart]:
         high=1.0,
         form=_percent,
     )
-    yield Chart(
-        title="Waste by cause",
-        note="share of the slots that hold no real token",
-        spans=spans,
-        series=[
-            Series(name="tail padding", values=[point.tail for point in known], style="tail"),
-            Series(name="alignment padding", values=[point.alignment for point in known], style="alignment"),
-        ],
-        stacked=True,
-        form=_percent,
-    )
+    if min(fill) < 1:
+        yield Chart(
+            title="Waste by cause",
+            note="share of the slots that hold no real token",
+            spans=spans,
+            series=[
+                Series(name="tail padding", values=[point.tail for point in known], style="tail"),
+                Series(name="alignment padding", values=[point.alignment for point in known], style="alignment"),
+            ],
+            stacked=True,
+            form=_percent,
+        )
     read = [max(point.real_tokens + point.left_out_tokens, 1) for point in known]
     if any(point.left_out_tokens for point in known):
         lost = [point.left_out_tokens / tokens for point, tokens in zip(known, read, strict=True)]
@@ -190,7 +191,8 @@ def _left_out(record: TrainingRecord) -> Iterator[str]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.4g} %"
+    # Ticks between 99.9 % and 100 % need five digits.
+    return f"{100 * share:.5g} %"
 
 
 def _text(value: object) -> str:

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_pack.callbacks.history import Stretch
-from lightning_pack.checkpoints.figures import figures, left_out, percent, short, wastes
+from lightning_pack.checkpoints.contents import Contents
+from lightning_pack.checkpoints.figures import figures, left_out, percent, remarks, short, sources, wastes
 from lightning_pack.checkpoints.record import TrainingRecord
 from lightning_pack.visible_text import visible
 
@@ -18,17 +19,17 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
 
 
-def shown(console: Console, record: TrainingRecord | str) -> None:
+def shown(console: Console, contents: Contents, record: TrainingRecord | str) -> None:
     """Print the report."""
     console.print()
     if isinstance(record, str):
         console.print(Text(visible(f"No record of training: {record}.")), soft_wrap=True)
         return
-    for each in _parts(record):
+    for each in _parts(contents, record):
         console.print(each, soft_wrap=isinstance(each, Text))
 
 
-def _parts(record: TrainingRecord) -> Iterator[RenderableType]:
+def _parts(contents: Contents, record: TrainingRecord) -> Iterator[RenderableType]:
     table = _table("Training", ("", ""), numbers=())
     for each in figures(record):
         table.add_row(each.name, Text.assemble((each.value, "bold"), f"  {each.note}"))
@@ -46,11 +47,11 @@ def _parts(record: TrainingRecord) -> Iterator[RenderableType]:
         yield Text("No source was left out or cut.")
     for row in rows:
         yield Text.assemble(
-            "Left out for ", (visible(row.reason), "bold"), f": {row.sources:,} sources, {row.tokens:,} tokens ({row.meaning})"
+            "Left out for ", (visible(row.reason), "bold"), f": {sources(row.sources)}, {row.tokens:,} tokens ({row.meaning})"
         )
         if row.keys:
             yield Text(f"  for example {', '.join(map(visible, row.keys))}")
-    for remark in record.remarks():
+    for remark in remarks(contents, record):
         yield Text(remark, style="yellow")
 
 

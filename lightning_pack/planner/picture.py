@@ -20,18 +20,18 @@ class MissingPlotError(ImportError, ValueError):
 
 
 def figure_class() -> type[Figure]:
-    """The Figure of matplotlib, without pyplot: no display and no global state.
+    """The Figure of matplotlib, without pyplot; it shows itself in a notebook.
 
     Raises:
         MissingPlotError: naming the extra that brings matplotlib.
     """
     try:
-        from matplotlib.figure import Figure
+        from lightning_pack.planner.notebook_figure import NotebookFigure
     except ModuleNotFoundError as error:
         raise MissingPlotError(
             "the picture of a plan needs matplotlib: pip install 'lightning-pack[plot]' (everything else works without it)"
         ) from error
-    return Figure
+    return NotebookFigure
 
 
 def drawn(plan: Plan) -> Figure:
