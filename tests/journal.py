@@ -129,6 +129,8 @@ def differences(whole: Journal, monitor: PackingMonitor, resumed: Journal, its_m
     for state in states:
         # How long steps took.
         del state["history"]["times"]
+        # Of several ranks, which keys come first depends on where a run was stopped.
+        state["examples"] = {reason: len(keys) for reason, keys in state["examples"].items()}
     if states[0] != states[1]:
         found.append("monitor")
     return found
