@@ -33,6 +33,14 @@ def _good(sizes: Sizes, folder: Path) -> Findings:
     return Findings(results=(result,), figures=(result,))
 
 
+def _second(sizes: Sizes, folder: Path) -> Findings:
+    return Findings(results=(replace(_good(sizes, folder).results[0], name="second"),), figures=())
+
+
+def _third(sizes: Sizes, folder: Path) -> Findings:
+    return Findings(results=(replace(_good(sizes, folder).results[0], name="third"),), figures=())
+
+
 def _raises(sizes: Sizes, folder: Path) -> Findings:
     raise ValueError(f"no rows of {sizes.capacity}\nin this folder")
 
@@ -116,7 +124,7 @@ def test_a_benchmark_that_fails_is_a_row_and_the_others_go_on(
 ) -> None:
     before = page.read_text()
     with pytest.raises(SystemExit) as stop:
-        run_all(out=tmp_path, write=page, small=True, benchmarks=(*FAILING, GOOD))
+        run_all(out=tmp_path, write=[page], small=True, benchmarks=(*FAILING, GOOD))
     assert stop.value.code == 1
     assert page.read_text() == before
     printed = capsys.readouterr()
@@ -141,7 +149,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, page: Pat
     before = page.read_text()
     stopped = Benchmark(name="stopped", what="takes long", rows=("stopped",), run=_interrupted, separate=False)
     with pytest.raises(KeyboardInterrupt):
-        run_all(out=tmp_path, write=page, small=True, benchmarks=(GOOD, stopped, GOOD))
+        run_all(out=tmp_path, write=[page], small=True, benchmarks=(GOOD, stopped, GOOD))
     assert page.read_text() == before
     good, *others = json.loads((tmp_path / "bench.json").read_text())["runs"]
     assert (good["error"], len(good["results"])) == (None, 1)
@@ -207,13 +215,33 @@ def test_processes_give_back_what_they_can() -> None:
         in_a_process(os._exit, 7)
 
 
-def test_the_readme_has_the_rows_of_the_table() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "lightning_pack/bench/README.md"])
+def test_pages_have_the_rows_of_the_table(page: str) -> None:
+    text = (ROOT / page).read_text()
     assert (text.count(BEGIN), text.count(END)) == (1, 1)
     table = text.partition(BEGIN)[2].partition(END)[0]
-    assert names_in(table) == ROWS
+    wanted = re.search(r"<!-- rows: (.*?) -->", table, re.DOTALL)
+    assert (wanted is None) == ("bench" in page), "the first page shows some of it"
+    rows = ROWS if wanted is None else re.split(r",\s*", wanted[1])
+    assert set(rows) <= set(ROWS)
+    assert names_in(table) == rows
     assert len(ROWS) == len(set(ROWS)) > 15
     assert "**failed**" not in table
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_page_may_ask_for_some_rows(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    asked = "<!-- rows: second,\n     good -->"
+    page.write_text(f"{BEGIN}\n{asked}\n| old |\n{END}\nafter")
+    both = [GOOD, replace(GOOD, rows=("second",), run=_second)]
+    for _ in range(2):
+        run_all(out=tmp_path, write=[page], small=True, benchmarks=[*both, replace(GOOD, rows=("third",), run=_third)])
+        text = page.read_text()
+        assert text.startswith(f"{BEGIN}\n{asked}\n\nMeasured on")
+        assert names_in(text) == ["good", "second"]
+        assert text.endswith(f"{END}\nafter")
+    assert names_in((tmp_path / "bench.md").read_text()) == ["good", "second", "third"]
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

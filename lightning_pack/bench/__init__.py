@@ -101,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         f"there (default: {everything.FOLDER})",
     )
     every.add_argument(
-        "--write", type=Path, metavar="FILE", help="also put the table into this file, between its marks, unless one failed"
+        "--write",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="also put the table into these files, between their marks, unless one failed",
     )
     every.add_argument(
         "--small", action="store_true", help="tiny sizes, to try it out in less than a minute; the figures say little"

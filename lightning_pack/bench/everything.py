@@ -81,23 +81,23 @@ def _run(benchmark: Benchmark, sizes: Sizes, folder: Path, before: float | None)
 
 
 def run_all(
-    *, out: Path = FOLDER, write: Path | None = None, small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMARKS
+    *, out: Path = FOLDER, write: Sequence[Path] = (), small: bool = False, benchmarks: Sequence[Benchmark] = BENCHMARKS
 ) -> None:
     """Run all benchmarks, and write ``bench.json`` and ``bench.md``.
 
     Args:
         out: folder of these files, which are replaced.
-        write: file with a place for the table, see :mod:`lightning_pack.bench.report`.
+        write: files with a place for the table, see :mod:`lightning_pack.bench.report`.
         small: tiny sizes, to try the run out.
         benchmarks: in this order.
 
     Raises:
-        ValueError: if ``write`` has no place for the table; known before anything is measured.
+        ValueError: if one of ``write`` has no place for the table; known before anything is measured.
         SystemExit: with 1 if a benchmark failed; all others are in the table.
         KeyboardInterrupt: for one that came while measuring, once what was measured is written.
     """
-    if write is not None:
-        check_place(write)
+    for path in write:
+        check_place(path)
     out.mkdir(parents=True, exist_ok=True)
     takes = "less than a minute" if small else "about ten minutes on two cores"
     print(f"This takes {takes}; the machine should have nothing else to do.", file=sys.stderr)
@@ -114,9 +114,9 @@ def run_all(
         raise KeyboardInterrupt
     if report.failed:
         # A table with holes does not replace one without.
-        kept = "" if write is None else f"; {write} is left as it is"
+        kept = "".join(f"; {path} is left as it is" for path in write)
         print(f"lightning-pack: error: failed: {', '.join(report.failed)}{kept}", file=sys.stderr)
         sys.exit(1)
-    if write is not None:
-        write_between(write, report.to_markdown())
-        print(f"written: {write}")
+    for path in write:
+        write_between(path, report)
+        print(f"written: {path}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 from lightning_pack.bench.machine import BUSY, Machine
 from lightning_pack.bench.result import BenchResult
 
-#: What stands before and after the table in a file that has one.
-BEGIN, END = "<!-- bench: lightning-pack bench --all --write README.md -->", "<!-- /bench -->"
+#: What stands before and after the table in a file that has one. A line ``<!-- rows: NAME, NAME -->`` after the first asks for
+#: these rows only.
+BEGIN, END = "<!-- bench: lightning-pack bench --all --write FILE -->", "<!-- /bench -->"
+_ROWS = re.compile(r"<!-- rows: (.*?) -->", re.DOTALL)
 _HEAD = ("benchmark", "what is compared", "ratio", "better", "details")
 #: Of the layout of the JSON.
 SCHEMA = 1
@@ -112,8 +115,12 @@ class BenchReport:
         }
         return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
 
-    def to_markdown(self) -> str:
-        """Where it ran, a warning if the machine was busy, and the table."""
+    def to_markdown(self, rows: Collection[str] | None = None) -> str:
+        """Where it ran, a warning if the machine was busy, and the table.
+
+        Args:
+            rows: names of those that are wanted; None takes all.
+        """
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         commit = f" (commit {self.commit})" if self.commit else ""
         small = " with the sizes of `--small`, whose figures say little" if self.small else ""
@@ -126,7 +133,8 @@ class BenchReport:
         if self.warning is not None:
             lines += [f"**{self.warning}**", ""]
         lines += [_row(_HEAD), "|" + "---|" * len(_HEAD)]
-        lines += [_row(cells) for run in self.runs for cells in run.cells()]
+        for run in self.runs:
+            lines += [_row(cells) for cells in run.cells() if rows is None or cells[0].strip("`") in rows]
         return "\n".join(lines) + "\n"
 
 
@@ -154,12 +162,16 @@ def check_place(path: Path) -> None:
         raise ValueError(f"{path} has no one place for the table: it goes between a line {BEGIN} and a line {END}")
 
 
-def write_between(path: Path, table: str) -> None:
-    """Put the table into its place.
+def write_between(path: Path, report: BenchReport) -> None:
+    """Put the table, or the rows that the file asks for, into its place.
 
     Raises:
         ValueError: if there is none, see :func:`check_place`.
     """
     check_place(path)
     before, _, rest = path.read_text().partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{rest.partition(END)[2]}")
+    inside, _, after = rest.partition(END)
+    wanted = _ROWS.match(inside.lstrip())
+    head = BEGIN if wanted is None else f"{BEGIN}\n{wanted[0]}"
+    table = report.to_markdown(None if wanted is None else wanted[1].replace(",", " ").split())
+    path.write_text(f"{before}{head}\n\n{table.strip()}\n\n{END}{after}")

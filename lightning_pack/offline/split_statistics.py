@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from lightning_pack.visible_text import visible
+
 #: Keys that stand for all that were left out for one reason.
 _EXAMPLES = 3
 
@@ -107,7 +109,8 @@ class SplitStatistics:
             share = self.media_tokens / max(self.tokens, 1)
             text += f"\n  {self.files:,} images of {self.file_bytes / 2**20:,.1f} MiB, {share:.0%} of the tokens"
         for reason, gone in self.left_out.items():
-            text += f"\n  left out as {reason}: {gone.sources:,} ({gone.tokens:,} tokens), such as {', '.join(gone.examples)}"
+            examples = ", ".join(map(visible, gone.examples))
+            text += f"\n  left out as {reason}: {gone.sources:,} ({gone.tokens:,} tokens), such as {examples}"
         return text
 
 
