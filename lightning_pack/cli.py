@@ -4,8 +4,8 @@
 :class:`~lightning_pack.module.PackedCausalLM` and :class:`~lightning_pack.datamodule.EnergonPackDataModule`, with
 :class:`~lightning_pack.callbacks.PackedAttention` always there. Heavy imports wait until a command needs them.
 
-Exit codes: 0 done, 1 the command failed, 2 the command line or configuration is wrong, 130 interrupted, 143 ended by
-SIGTERM.
+Exit codes: 0 done, 1 the command failed, 2 the command line or configuration is wrong, 130 interrupted, 141 nobody
+reads the output any more, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import difflib
 import errno
 import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,16 +51,34 @@ def main(args: Sequence[str] | None = None) -> None:
     traceback = "--traceback" in given or os.environ.get(TRACEBACK, "0") not in ("", "0")
     given = [arg for arg in given if arg != "--traceback"]
     try:
-        _run(given)
+        try:
+            _run(given)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("lightning-pack: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            # As 'head' does once it has its lines. Python would complain when it flushes at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         if traceback or not _is_for_users(error):
             raise
         hint = f"(--traceback, or {TRACEBACK}=1, shows where this was raised)"
         print(f"lightning-pack: error: {_message(error)}\n{hint}", file=sys.stderr)
         sys.exit(1)
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose reader has gone."""
+    try:
+        out = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(out, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _run(args: list[str]) -> None:
@@ -190,7 +209,7 @@ _WAYS_OUT = {
     errno.EACCES: "you may not read or write there: choose another folder, or change its permissions",
     errno.EPERM: "you may not read or write there: choose another folder, or change its permissions",
     errno.EROFS: "choose a folder that can be written to",
-    errno.ENOSPC: "make room on that disk, or choose a folder on another one",
+    errno.ENOSPC: "make room there and where the output goes, or choose a folder on another disk",
     errno.EDQUOT: "make room within your quota, or choose a folder on another disk",
     errno.ENOTDIR: "a file stands where a folder is needed: choose another path",
     errno.EEXIST: "a file stands where a folder is needed: choose another path",

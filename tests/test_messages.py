@@ -3,6 +3,9 @@
 import errno
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,23 @@ def test_skipped_lines_that_are_all_there_is_show_what_a_line_is(tmp_path: Path,
         prepare_jsonl(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=stdlib.tokenizer, on_bad_line="skip", progress=False)
 
 
+def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path, stdlib: PreparedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORD))
+    write, full = Path.write_text, []
+
+    def write_text(path: Path, text: str) -> int:
+        if path.name != ".host":
+            return write(path, text)
+        full.append(path.parent)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError, match="No space left"):
+        prepare_jsonl(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=stdlib.tokenizer, progress=False)
+    assert len(full) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_a_path_at_which_there_is_no_dataset(tmp_path: Path, stdlib: PreparedDataset) -> None:
     require_dataset(str(stdlib.path))
     with pytest.raises(ValueError, match=rf"holds no dataset \(no \.nv-meta\); in it are the datasets {stdlib.path}\."):
@@ -113,10 +133,20 @@ def test_a_checkpoint_path_that_names_none(tmp_path: Path) -> None:
 def test_errors_of_the_operating_system_say_what_to_do() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/runs/a.ckpt")
     assert cli._message(full) == (
-        "/runs/a.ckpt: No space left on device (make room on that disk, or choose a folder on another one)"
+        "/runs/a.ckpt: No space left on device (make room there and where the output goes, or choose a folder on another disk)"
     )
     assert cli._message(OSError("our own words")) == "our own words"
     assert cli._message(OSError(errno.EIO, "Input/output error")) == "Input/output error"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "lightning_pack", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    result = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, env=environment, timeout=100, check=False)
+    os.close(writes)
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 def test_an_accumulation_of_no_rows() -> None:
