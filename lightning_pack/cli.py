@@ -4,13 +4,17 @@
 :class:`~lightning_pack.module.PackedCausalLM` and :class:`~lightning_pack.datamodule.EnergonPackDataModule`, with
 :class:`~lightning_pack.callbacks.PackedAttention` always there. Heavy imports wait until a command needs them.
 
-Exit codes: 0 done, 1 the command failed, 2 the command line or configuration is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the command failed, 2 the command line or configuration is wrong, 130 interrupted, 141 nobody
+reads the output any more, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,16 +51,34 @@ def main(args: Sequence[str] | None = None) -> None:
     traceback = "--traceback" in given or os.environ.get(TRACEBACK, "0") not in ("", "0")
     given = [arg for arg in given if arg != "--traceback"]
     try:
-        _run(given)
+        try:
+            _run(given)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("lightning-pack: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            # As 'head' does once it has its lines. Python would complain when it flushes at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         if traceback or not _is_for_users(error):
             raise
         hint = f"(--traceback, or {TRACEBACK}=1, shows where this was raised)"
-        print(f"lightning-pack: error: {error}\n{hint}", file=sys.stderr)
+        print(f"lightning-pack: error: {_message(error)}\n{hint}", file=sys.stderr)
         sys.exit(1)
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose reader has gone."""
+    try:
+        out = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(out, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _run(args: list[str]) -> None:
@@ -98,7 +120,9 @@ def _run(args: list[str]) -> None:
 
         run(args)
     else:
-        _refuse(f"{args[0]!r} is no command; the commands are {', '.join(_COMMANDS)} (lightning-pack --help)")
+        close = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+        meant = f" (is {close[0]} meant?)" if close else ""
+        _refuse(f"{args[0]!r} is no command{meant}; the commands are {', '.join(_COMMANDS)} (lightning-pack --help)")
 
 
 def _overview() -> str:
@@ -180,9 +204,33 @@ def _prepare(args: list[str]) -> None:
     print(prepare_jsonl(Path(source), out, **options).summary())
 
 
+#: What to do about errors of the operating system.
+_WAYS_OUT = {
+    errno.EACCES: "you may not read or write there: choose another folder, or change its permissions",
+    errno.EPERM: "you may not read or write there: choose another folder, or change its permissions",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.ENOSPC: "make room there and where the output goes, or choose a folder on another disk",
+    errno.EDQUOT: "make room within your quota, or choose a folder on another disk",
+    errno.ENOTDIR: "a file stands where a folder is needed: choose another path",
+    errno.EEXIST: "a file stands where a folder is needed: choose another path",
+    errno.EMFILE: "too many files are open: raise the limit (ulimit -n), or use fewer shards and workers",
+}
+
+
+def _message(error: Exception) -> str:
+    """An error in a sentence; one of the operating system with what to do about it instead of its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    where = "" if error.filename is None else f"{error.filename}: "
+    way_out = _WAYS_OUT.get(error.errno or 0)
+    return f"{where}{error.strerror}" + ("" if way_out is None else f" ({way_out})")
+
+
 #: Errors that are an answer to the user, beside ValueError and OSError. Where one was raised, its module is loaded.
 _ANSWERS = (
     ("lightning.fabric.utilities.exceptions", "MisconfigurationException"),
+    # Of the configuration that is saved beside a run.
+    ("jsonargparse._paths", "PathError"),
     ("lightning_pack.energon.worker", "WorkerFailedError"),
     ("lightning_pack.callbacks.memory_probe", "MemoryProbeError"),
 )

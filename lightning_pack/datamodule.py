@@ -27,7 +27,7 @@ from lightning_pack.energon import (
 from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.storage import set_retry
-from lightning_pack.location import location
+from lightning_pack.location import location, require_dataset
 from lightning_pack.offline.agreement import DEFAULT_CAPACITY, given_settings, refuse_other_tokens
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
 from lightning_pack.parallel import ParallelLayout
@@ -116,6 +116,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         storage_retry: StorageRetry = StorageRetry(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
+        if not isinstance(packing, PackingPolicy):
+            raise ValueError(f"packing={packing!r}: a PackingPolicy is needed, such as PackingPolicy(capacity=4096)")
         for name, value, least in (
             ("num_workers", num_workers, 0),
             ("shuffle_buffer_size", shuffle_buffer_size, 0),
@@ -210,11 +212,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
     def _prepare(self, rank: int, ranks: int) -> None:
         set_retry(self.storage_retry)
         for path in (self.path, self.val_path):
-            if path is not None and "://" not in path and not Path(path).exists():
-                raise ValueError(
-                    f"there is no dataset at {path!r}. Correct the path, or make one with "
-                    "'lightning-pack prepare FILE.jsonl OUT --tokenizer DIR' or 'energon prepare'"
-                )
+            if path is not None:
+                require_dataset(path)
         # Workers are forked: a tokenizer's threads must not have been used before.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         replay = self._replay(self.path)

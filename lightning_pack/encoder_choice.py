@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_pack.encoders import Encoder, RecordEncoder, VisionChatEncoder, load_tokenizer
 from lightning_pack.energon.outage import StorageRetry
 from lightning_pack.energon.storage import local_folder, set_retry
+from lightning_pack.location import require_own_tokenizer
 from lightning_pack.offline.agreement import replayed
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.offline.replay import ReplayPolicy, RowEncoder
@@ -50,6 +51,7 @@ class EncoderChoice:
             )
         if encoder is not None and group_by is not None:
             raise ValueError(f"group_by={group_by!r} is for the default encoder: let yours set EncodedSource.group")
+        self._path = path
         self._tokenizer_from = f"{path.rstrip('/')}/tokenizer" if tokenizer is None else tokenizer
         self._given_tokenizer = tokenizer
         self._encoder = self._given_encoder = encoder
@@ -67,6 +69,8 @@ class EncoderChoice:
         if self._encoder is not None:
             return self._encoder.tokenizer  # type: ignore[attr-defined]
         if not isinstance(self._tokenizer_from, PreTrainedTokenizerBase):
+            if self._given_tokenizer is None:
+                require_own_tokenizer(self._path)
             set_retry(self._storage_retry)
             self._tokenizer_from = load_tokenizer(local_folder(self._tokenizer_from))
         return self._tokenizer_from

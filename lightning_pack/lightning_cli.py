@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pack.callbacks import PackedAttention
-from lightning_pack.checkpoints.file import read_checkpoint
+from lightning_pack.checkpoints.file import checkpoints_in, read_checkpoint
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.location import location
 from lightning_pack.module import PackedCausalLM
@@ -25,6 +29,8 @@ from lightning_pack.offline.manifest import Manifest
 
 #: Beginnings of Lightning's messages that tell a user of this command nothing.
 _CHATTER = ("GPU available: False", "TPU available: False", "HPU available: False", "💡 Tip:", "`weights_only` was not set")
+#: Words for a checkpoint that Lightning looks for by itself.
+_CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
 #: Warnings about what holds here by design, or is not the user's to change.
 _WARNINGS = (
     r"You're resuming from a checkpoint that ended before the epoch ended",
@@ -77,6 +83,34 @@ class _Parser(LightningArgumentParser):
     def print_usage(self, file: Any = None) -> None:
         """Nothing: before an error, eighty lines of usage would hide it; --help shows them."""
 
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with the message, and what was probably meant."""
+        super().error(message + self._meant(message), ex)
+
+    def _meant(self, message: str) -> str:
+        if message.startswith("the following arguments are required"):
+            return (
+                "\nA configuration sets them, and all others: --config FILE (configs/README.md lists some to start from); or "
+                "give them one by one"
+            )
+        # What is wrong in a configuration file, the parser of all commands tells.
+        parsers = [self, *(self._subcommands_action._name_parser_map.values() if self._subcommands_action else ())]
+        options = [
+            option
+            for parser in parsers
+            for action in parser._actions
+            for option in action.option_strings
+            if option.startswith("--")
+        ]
+        if message.startswith("unrecognized arguments: "):
+            unknown = [arg.partition("=")[0] for arg in message.partition(": ")[2].split() if arg.startswith("--")]
+        elif keys := re.search(r"does not accept option '([\w.]+)'", message):
+            unknown, options = [keys[1]], [option.removeprefix("--") for option in options]
+        else:
+            return ""
+        found = {name: difflib.get_close_matches(name, options, n=1, cutoff=0.8) for name in unknown}
+        return "".join(f"\n{name}: {close[0]} may be meant" for name, close in found.items() if close)
+
 
 class PackCLI(LightningCLI):
     """``fit``, ``validate`` and ``test``; ``predict`` has no meaning for :class:`PackedCausalLM` yet."""
@@ -110,6 +144,7 @@ class PackCLI(LightningCLI):
         # Lightning puts the checkpoint's settings of the model over those given; a given one must not be lost silently.
         given = self._model_settings()
         path = self.config[self.config.subcommand].get("ckpt_path")
+        _refuse_no_checkpoint(path)
         try:
             super()._parse_ckpt_path()
         except Exception:  # torch raises whatever the bytes of the file lead to
@@ -143,6 +178,9 @@ class PackCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
+        except SIGTERMException as e:
+            # It is a SystemExit without a code, which would count as done.
+            raise SystemExit(128 + signal.SIGTERM) from e
         except SystemExit as e:
             # Lightning ends an interrupted run with 1, as one that failed.
             if isinstance(e.__context__, KeyboardInterrupt):
@@ -212,9 +250,27 @@ def _cli(kind: type[_CLI], args: list[str]) -> _CLI:
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
         parser_class=_Parser,
-        parser_kwargs={"prog": "lightning-pack"},
+        parser_kwargs={"prog": "lightning-pack", "allow_abbrev": False},
         auto_configure_optimizers=False,
     )
+
+
+def _refuse_no_checkpoint(path: str | None) -> None:
+    """Check that there is something at ``ckpt_path``, before a model is made for nothing.
+
+    Raises:
+        ValueError: naming the newest checkpoint of the folder, if it has one.
+    """
+    if path is None or path in _CHOSEN_BY_LIGHTNING or "://" in path:
+        return
+    place = Path(path)
+    folder = place if place.is_dir() else place.parent
+    found = checkpoints_in(folder) if folder.is_dir() else []
+    newest = f"the newest checkpoint in {folder} is {found[0]}" if found else f"there is no checkpoint in {folder} either"
+    if not place.exists():
+        raise ValueError(f"ckpt_path={path!r}: there is no such file; {newest}. Leave ckpt_path out to start a new run")
+    if place.is_dir() and found:
+        raise ValueError(f"ckpt_path={path!r} is a folder of checkpoints: name one of them; {newest}")
 
 
 def _while_reading(error: Exception) -> bool:

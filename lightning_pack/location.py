@@ -29,6 +29,53 @@ def location(path: str | Path) -> str:
     return text
 
 
+def require_dataset(path: str) -> None:
+    """Check that a local path may be a dataset, before anything is read of it.
+
+    Raises:
+        ValueError: for a path at which there is nothing, or something else.
+    """
+    if "://" in path:
+        return
+    place = Path(path)
+    if not place.exists():
+        raise ValueError(
+            f"there is no dataset at {path!r}. Correct the path, or make one with "
+            "'lightning-pack prepare FILE.jsonl OUT --tokenizer DIR' or 'energon prepare'"
+        )
+    if place.is_file() and place.suffix not in (".jsonl", ".yaml", ".yml"):
+        raise ValueError(
+            f"{path!r} is a file that is no dataset: give the folder that 'lightning-pack prepare' or 'energon prepare' wrote, "
+            "a .jsonl file that 'energon prepare' has indexed, or a metadataset .yaml"
+        )
+    if place.suffix == ".jsonl" and not Path(f"{path}.idx").exists():
+        raise ValueError(
+            f"{path!r} has no index ({place.name}.idx), by which Energon reads it: 'energon prepare {path}' writes it, "
+            f"or make a dataset with a validation split with 'lightning-pack prepare {path} OUT --tokenizer DIR'"
+        )
+    if place.is_dir() and not (place / ".nv-meta").is_dir():
+        inside = sorted(str(each) for each in place.iterdir() if (each / ".nv-meta").is_dir())
+        others = f"; in it are the datasets {', '.join(inside[:5])}" if inside else ""
+        raise ValueError(
+            f"{path!r} is a folder that holds no dataset (no .nv-meta){others}. Make one with 'lightning-pack prepare "
+            "FILE.jsonl OUT --tokenizer DIR' or 'energon prepare'"
+        )
+
+
+def require_own_tokenizer(path: str) -> None:
+    """Check that data to which no tokenizer was given may bring its own.
+
+    Raises:
+        ValueError: for a file, and for a folder that 'energon prepare' wrote.
+    """
+    if "://" in path or (Path(path) / "tokenizer").is_dir():
+        return
+    way_out = "give the folder of one that tokenizer.save_pretrained() wrote (--data.tokenizer DIR, tokenizer=DIR)"
+    if path.endswith(".jsonl"):
+        way_out += ", or let 'lightning-pack prepare FILE.jsonl OUT --tokenizer DIR' make a dataset that has one"
+    raise ValueError(f"{path!r} brings no tokenizer along (a folder 'tokenizer'): {way_out}")
+
+
 def is_remote(path: str | Path) -> bool:
     """Whether a path is in an object store.
 

@@ -27,6 +27,10 @@ def refuse_to_train(trainer: pl.Trainer, *, epochs: int | None) -> None:
         ValueError: for settings under which rows would be repeated, left out, or trained on without anyone knowing.
     """
     settings: Any = trainer
+    if settings.accumulate_grad_batches < 1:
+        raise ValueError(
+            f"accumulate_grad_batches={settings.accumulate_grad_batches}: rows of a step, and a step needs at least one"
+        )
     if settings.overfit_batches:
         raise ValueError(
             "overfit_batches repeats the same batches every epoch, which a stream cannot: use limit_train_batches, or a "

@@ -251,7 +251,8 @@ def test_bench_compares_in_one_run(tmp_path: Path, config: dict[str, Any]) -> No
     assert refused("bench", "-c", path, "--rows", "0") == 2
 
 
-def test_ctrl_c_ends_cleanly(tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_cleanly(tmp_path: Path, config: dict[str, Any], sent: signal.Signals, code: int) -> None:
     config["trainer"] |= {"max_steps": 100_000, "val_check_interval": 100_000}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     save = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}
@@ -263,9 +264,9 @@ def test_ctrl_c_ends_cleanly(tmp_path: Path, config: dict[str, Any]) -> None:
         while not list((tmp_path / "c").glob("*.ckpt")) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert list((tmp_path / "c").glob("*.ckpt")), "training never began"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in error
 
 

@@ -344,7 +344,7 @@ def test_a_missing_dataset_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no dataset at .*nothing.*lightning-pack prepare"):
         EnergonPackDataModule(tmp_path / "nothing").setup("fit")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"cannot be opened as an Energon dataset .*lightning-pack prepare"):
+    with pytest.raises(ValueError, match=r"is a folder that holds no dataset .*lightning-pack prepare"):
         EnergonPackDataModule(tmp_path / "empty", encoder=NumberEncoder()).setup("fit")
 
 

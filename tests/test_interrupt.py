@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import threading
@@ -8,6 +10,8 @@ from types import FrameType
 
 import pytest
 
+from lightning_pack.energon.stage import PackingStage
+from lightning_pack.energon.worker import Whereabouts, WorkerProcess
 from lightning_pack.interrupt import HeldInterrupt
 
 
@@ -98,3 +102,27 @@ def test_other_threads_hold_nothing(seen: list[int]) -> None:
     thread.join()
     press()
     assert seen == [signal.SIGINT]
+
+
+def test_ctrl_c_right_after_a_worker_is_forked_does_not_end_it() -> None:
+    interrupted = multiprocessing.get_context("fork").RawValue(ctypes.c_int, 0)
+    armed = True
+
+    def press_once() -> None:
+        if armed:
+            interrupted.value += 1
+            press()
+
+    def open_share(whereabouts: Whereabouts) -> PackingStage:
+        raise ValueError("the share is opened")
+
+    os.register_at_fork(after_in_child=press_once)
+    worker = WorkerProcess(open_share, number=0, origin=None, timeout=60)
+    armed = False
+    try:
+        with pytest.raises(ValueError, match="the share is opened"):
+            worker.receive()
+    finally:
+        worker.close()
+    assert interrupted.value == 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

@@ -135,5 +135,5 @@ def test_videos_and_sounds_of_a_record_are_not_passed_over(field: str) -> None:
 def test_postscript_is_not_run() -> None:
     content = saved(photograph().convert("RGB"), "EPS")
     assert content.startswith(b"%!PS")
-    with pytest.raises(LeaveOut, match="'a.eps' is PostScript, a program, which would be run: store it as PNG"):
+    with pytest.raises(LeaveOut, match=r"'a\.eps' is PostScript, a program, which would be run: store it as PNG"):
         EncodedImage("a.eps", content).size()

@@ -20,6 +20,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ValueError: if there is no such folder, or no tokenizer in it.
     """
     folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"tokenizer={str(path)!r} is a file: give the folder that tokenizer.save_pretrained() wrote")
     if not folder.is_dir():
         raise ValueError(
             f"tokenizer folder {str(path)!r} does not exist: give a local folder that tokenizer.save_pretrained() wrote "
@@ -32,9 +34,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"no tokenizer can be loaded from {str(folder)!r} ({type(error).__name__}: {str(error).strip()[:300]}): "
+            f"no tokenizer can be loaded from {str(folder)!r} ({type(error).__name__}: {_first_line(error)}): "
             "write one there with tokenizer.save_pretrained()"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Of an error that may go on with a list of everything that was tried."""
+    return str(error).strip().partition("\n")[0].removesuffix(" from one of: ")[:300]
 
 
 def no_fork_warning() -> None:

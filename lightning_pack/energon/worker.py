@@ -156,7 +156,12 @@ class WorkerProcess:
         self.process = context.Process(
             target=_serve, args=(open_share, self._whereabouts, origin, other, os.getpid()), daemon=True
         )
-        self.process.start()
+        # Ctrl-C that comes just now must not end the process before it has said that it ignores it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         other.close()
 
     def ready(self, *, within: float) -> bool:
@@ -243,6 +248,7 @@ def _serve(
     """The life of a worker process: send rows until the end, an error, or the end of the parent."""
     # Ctrl-C goes to every process of a terminal; ending the run is the business of the parent alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # The parent's handlers came along with the fork: Lightning's talks to the other ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

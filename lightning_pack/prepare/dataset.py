@@ -100,7 +100,12 @@ class DatasetWriter:
             self.folder.mkdir()
         except FileExistsError:
             raise ValueError(f"{self.folder} belongs to a preparation on another machine: wait for it, or remove it") from None
-        (self.folder / _HOST).write_text(platform.node())
+        try:
+            (self.folder / _HOST).write_text(platform.node())
+        except BaseException:
+            # Without its host the folder would pass for that of another machine, and stay for ever.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:

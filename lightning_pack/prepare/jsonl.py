@@ -16,7 +16,7 @@ from lightning_pack.encoders.image_processor import image_processor_fingerprint
 from lightning_pack.location import is_remote, location
 from lightning_pack.prepare.dataset import DatasetWriter
 from lightning_pack.prepare.image_lines import ImageLineParser
-from lightning_pack.prepare.lines import LineReader, parse_line
+from lightning_pack.prepare.lines import LineReader, parse_line, refuse_other_kind
 from lightning_pack.prepare.progress import progress_bar
 from lightning_pack.prepare.result import LengthSampler, PreparedDataset, check_ours, check_output, prepared
 
@@ -83,6 +83,7 @@ def prepare_jsonl(
         raise ValueError(f"on_bad_line={on_bad_line!r} is not 'error' or 'skip'")
     if not file.is_file():
         raise ValueError(f"{file} is no file: give a file with one JSON object a line")
+    refuse_other_kind(file)
     check_ours(out)
     if is_remote(tokenizer):
         from lightning_pack.energon.storage import local_folder
@@ -125,7 +126,11 @@ def prepare_jsonl(
         if lines.bad and on_bad_line == "error":
             raise BadLineError(lines.report(file))
         if not lines.good:
-            raise ValueError(f"{file} holds no records: {lines.number} lines, {lines.bad.total()} of them bad")
+            raise ValueError(
+                f"{file} holds no records: {lines.number} lines, {lines.bad.total()} of them bad\n{lines.hint()}"
+                'Needed are lines such as {"text": "A plain document."}, {"prompt": "2 + 2 =", "completion": "4"} or '
+                '{"messages": [...]}'
+            )
         return writer.publish(
             recipe="jsonl",
             options=options(lines.content.hexdigest()),

@@ -31,6 +31,7 @@ class LineReader:
         #: Bad lines by fault.
         self.bad: Counter[str] = Counter()
         self._told: list[str] = []
+        self._opens = b""
 
     def read(self, line: bytes) -> dict[str, Any] | None:
         """The record of the next line, with nothing in it but its form; None for a blank line or a bad one."""
@@ -40,6 +41,8 @@ class LineReader:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             return None
+        if not self._opens:
+            self._opens = line.strip()
         try:
             record = self._parse(line)
         except LeaveOut as fault:
@@ -50,14 +53,49 @@ class LineReader:
         self.good += 1
         return record
 
+    def hint(self) -> str:
+        """What kind of file it rather is, if that can be told, as a line."""
+        if self._opens.startswith(b"[") or (self._opens == b"{" and not self.good):
+            return "It looks like one JSON value over several lines; one object a line is needed: jq -c '.[]' FILE > NEW\n"
+        if self.bad["not UTF-8"]:
+            return "Text in another encoding is converted with, for example, iconv -f LATIN1 -t UTF-8 FILE > NEW\n"
+        return ""
+
     def report(self, file: Path) -> str:
         """What is wrong with the file, and the ways out."""
         count = self.bad.total()
         first = f", the first {TOLD} of them" if count > TOLD else ""
         return (
             f"{file} has {count} bad line{'s' * (count > 1)} of {self.number}{first}:\n" + "\n".join(self._told) + "\n"
+            f"{self.hint()}"
             'Correct the file, or leave such lines out with --on-bad-line skip (on_bad_line="skip")'
         )
+
+
+#: First bytes of what is no text in UTF-8, and what to do about it.
+_OTHER_KINDS = {
+    b"\x1f\x8b": "is compressed: unpack it first (gunzip)",
+    b"BZh": "is compressed: unpack it first (bunzip2)",
+    b"\xfd7zXZ": "is compressed: unpack it first (unxz)",
+    b"\x28\xb5\x2f\xfd": "is compressed: unpack it first (unzstd)",
+    b"PK\x03\x04": "is a zip archive: unpack it first (unzip)",
+    b"PAR1": "is a Parquet file: write its records as JSON, one object a line (pandas: to_json(lines=True, orient='records'))",
+    b"\xff\xfe": "is UTF-16 text: convert it first (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "is UTF-16 text: convert it first (iconv -f UTF-16 -t UTF-8)",
+}
+
+
+def refuse_other_kind(file: Path) -> None:
+    """Check, by its first bytes, that a file may hold lines of JSON.
+
+    Raises:
+        ValueError: for compressed files, Parquet and UTF-16, saying how they become such lines.
+    """
+    with file.open("rb") as stream:
+        begins = stream.read(8)
+    for mark, problem in _OTHER_KINDS.items():
+        if begins.startswith(mark):
+            raise ValueError(f"{file} {problem}")
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
