@@ -15,8 +15,10 @@ def location(path: str | Path) -> str:
     'msc://lake/bucket/chats'
 
     Raises:
-        ValueError: for the address of a store that has to be named by a profile.
+        ValueError: for what is no path, or the address of a store that has to be named by a profile.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path={path!r}: a path is needed, as text or a pathlib.Path")
     text = str(path)
     if text.startswith("msc:/") and not text.startswith("msc://"):
         text = text.replace("msc:/", "msc://", 1)

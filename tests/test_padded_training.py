@@ -182,7 +182,7 @@ def test_predict_gives_results_by_source_in_order(labels: bool) -> None:
         assert result.values.shape == (len(source), 64)
         assert (result.values - alone_logits(model, source)).abs().max() < 1e-10
     trainer = quiet_trainer(callbacks=[PackedAttention(policy=PackingPolicy(8))])
-    with pytest.warns(UserWarning, match=r"1 sources of batch 0 are left out.*such as 'c' \(overlength, 12"):
+    with pytest.warns(UserWarning, match=r"1 sources of batch 0 on rank 0 are left out.*such as 'c' \(overlength, 12"):
         (results,) = trainer.predict(Predictor(), Batches(make))  # type: ignore[misc]
     assert [result.key for result in results] == list("abd")
 
@@ -302,6 +302,14 @@ def test_a_batch_without_any_source_keeps_the_run_going_and_is_counted() -> None
     # The third source of the other batch is all prompt.
     assert monitor._results["train"].left_out == {"overlength": 2, "no_targets": 1}
     assert monitor._results["train"].left_out_tokens == {"overlength": 50, "no_targets": 3}
+
+
+def test_an_epoch_without_any_source_is_no_success() -> None:
+    long = make_sources((30, 20), seed=9)
+    trainer = quiet_trainer(callbacks=[PackedAttention(policy=POLICY, monitor=False)], max_epochs=1)
+    message = r"no source of this epoch was trained on; 'batch 0, row 0', for .* overlength \(20 tokens\): raise the policy's capacity"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(HuggingFaceModule(), Batches(lambda: pad(long[1:] + long[1:])))
 
 
 class Data(LightningDataModule):

@@ -17,6 +17,7 @@ from lightning_pack.collated.packer import BatchPacker, Stage
 from lightning_pack.collated.row import CollatedRow
 from lightning_pack.policy import PackingPolicy
 from lightning_pack.row import PackedBatch
+from lightning_pack.source import LeftOut
 from lightning_pack.trainer_checks import refuse_other_namespace, refuse_pipeline, require_packed
 
 
@@ -97,6 +98,9 @@ class PackedAttention(Callback):
         self.probe_memory = probe_memory
         self._models = PackedModels(backend)
         self._told_left_out = False
+        #: What this rank was given since the epoch began: whether sources to train on, and one that is none.
+        self._trains = False
+        self._useless: LeftOut | None = None
 
     # --- the run -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +146,31 @@ class PackedAttention(Callback):
         if self.probe_memory:
             MemoryProbe(trainer, pl_module).run()
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look anew whether there is something to train on."""
+        self._trains, self._useless = False, None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell of an epoch without a single source, which is no success.
+
+        Raises:
+            ValueError: with an example; where there are several ranks it is a warning, since others may have had sources.
+        """
+        if self._trains or self._useless is None:
+            return
+        gone = self._useless
+        problem = (
+            f"no source of this epoch was trained on; {gone.key!r}, for example, was left out as {gone.reason} ({gone.tokens} "
+            "tokens): "
+        ) + (
+            "raise the policy's capacity, or let overlength='truncate' cut what is longer"
+            if gone.reason == "overlength"
+            else "correct the data (a table of all reasons follows at the end of a run that trains on something)"
+        )
+        if trainer.world_size == 1:
+            raise ValueError(problem)
+        warnings.warn(f"rank {trainer.global_rank}: {problem}", stacklevel=2)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inspect and switch, unless ``fit`` has."""
         self._models.activate(trainer, pl_module)
@@ -178,6 +207,9 @@ class PackedAttention(Callback):
             # Lightning weighs what a step logs by the first tensor that it finds, which would be one row now.
             results.batch_size = row.rows
         self._models.require(packed, trainer=trainer, pl_module=pl_module, cut_late=packed is not batch)
+        if stage == "train":
+            self._trains |= len(packed.source_keys) > 0
+            self._useless = packed.left_out[0] if packed.left_out else self._useless
         if stage == "predict" and packed.left_out and not self._told_left_out:
             # In the other stages the monitor tells. Each rank loses sources of its own.
             self._told_left_out = True
