@@ -73,6 +73,7 @@ def inspected(*args: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     except SystemExit as e:
         code = int(e.code or 0)
     printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
     return code, printed.out + printed.err
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_pack import cli
 from lightning_pack.callbacks.history import MOST, History, Stretch
 from lightning_pack.callbacks.monitor import PackingMonitor
 from lightning_pack.callbacks.summary import print_summary, summary_html
@@ -25,6 +24,7 @@ from lightning_pack.checkpoints.contents import Contents, DataState, Position
 from lightning_pack.checkpoints.figures import remarks
 from lightning_pack.checkpoints.record import TrainingRecord, training_record
 from lightning_pack.metrics import PackingMetrics
+from tests.test_inspect import inspected
 from tests.test_monitor import POLICY, ROWS, Loader, TokenModel, row, trainer
 
 pytestmark = [
@@ -101,17 +101,6 @@ def changed(run: Path, path: Path, change: Callable[[dict[str, Any]], Any]) -> P
     change(checkpoint)
     torch.save(checkpoint, path)
     return path
-
-
-def inspected(*args: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = 0
-    try:
-        cli.main(["inspect", *map(str, args)])
-    except SystemExit as e:
-        code = int(e.code or 0)
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err
-    return code, printed.out + printed.err
 
 
 def test_the_page_tells_what_the_checkpoint_holds(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
