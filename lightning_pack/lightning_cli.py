@@ -26,6 +26,7 @@ from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.location import location
 from lightning_pack.module import PackedCausalLM
 from lightning_pack.offline.manifest import Manifest
+from lightning_pack.run_folder import own_folders, warn_of_older_checkpoints
 
 #: Beginnings of Lightning's messages that tell a user of this command nothing.
 _CHATTER = ("GPU available: False", "TPU available: False", "HPU available: False", "💡 Tip:", "`weights_only` was not set")
@@ -177,7 +178,10 @@ class PackCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            super()._run_subcommand(subcommand)
+            if subcommand == "fit":
+                self._fit_alone()
+            else:
+                super()._run_subcommand(subcommand)
         except SIGTERMException as e:
             # It is a SystemExit without a code, which would count as done.
             raise SystemExit(128 + signal.SIGTERM) from e
@@ -191,6 +195,12 @@ class PackCLI(LightningCLI):
             if path is not None and Path(path).exists() and _while_reading(e):
                 read_checkpoint(Path(path))
             raise
+
+    def _fit_alone(self) -> None:
+        with own_folders(self.trainer):
+            if self.config["fit"].get("ckpt_path") is None:
+                warn_of_older_checkpoints(self.trainer)
+            super()._run_subcommand("fit")
 
     def _model_settings(self) -> dict[str, Any]:
         settings = self.config[self.config.subcommand].get("model")
