@@ -84,8 +84,9 @@ def test_a_loader_is_packed_over_several_batches(tmp_path: Path, monkeypatch: py
     shapes: list[torch.Size] = []
     # The module of the example before.
     run(example().partition("packed = ")[0], names)
+    names["my_module"] = names["Module"](names["model"])
     names["model"].register_forward_pre_hook(lambda _, __, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
-    run(block("pack_loader(loader, ", ".fit(Module(model), rows)"), names)
+    run(block("pack_loader(loader, ", ".fit(my_module, rows)"), names)
     assert shapes == [(1, sum(map(sum, LENGTHS)))]
 
 
