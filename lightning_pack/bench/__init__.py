@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     every.add_argument(
         "--all",
         action="store_true",
-        help="every benchmark of the project, those of the commands below too, one after the other, in about ten minutes on "
+        help="every benchmark of the project, those of the commands below too, one after the other, in about five minutes on "
         "two idle cores; texts are the documentation of this Python, and made up",
     )
     every.add_argument(

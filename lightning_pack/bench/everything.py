@@ -99,7 +99,7 @@ def run_all(
     for path in write:
         check_place(path)
     out.mkdir(parents=True, exist_ok=True)
-    takes = "less than a minute" if small else "about ten minutes on two cores"
+    takes = "less than a minute" if small else "about five minutes on two cores"
     print(f"This takes {takes}; the machine should have nothing else to do.", file=sys.stderr)
     report = report_of(small=small, benchmarks=benchmarks)
     interrupted = any(run.error == INTERRUPTED for run in report.runs)
