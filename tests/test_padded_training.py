@@ -312,6 +312,17 @@ def test_an_epoch_without_any_source_is_no_success() -> None:
         trainer.fit(HuggingFaceModule(), Batches(lambda: pad(long[1:] + long[1:])))
 
 
+def test_a_resumed_epoch_may_be_left_with_no_source(tmp_path: Path) -> None:
+    long = make_sources((30, 20), seed=9)
+    first = quiet_trainer(callbacks=[PackedAttention(policy=POLICY, monitor=False)], max_epochs=1)
+    first.fit(HuggingFaceModule(), Batches(lambda: pad(parts([2])[0])))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    resumed = quiet_trainer(callbacks=[PackedAttention(policy=POLICY, monitor=False)], max_epochs=2)
+    module = HuggingFaceModule()
+    resumed.fit(module, Batches(lambda: pad(long)), ckpt_path=tmp_path / "first.ckpt")
+    assert math.isnan(module.losses[-1]), "a mean over no target"
+
+
 class Data(LightningDataModule):
     """An ordinary datamodule, with torch's own DataLoader and its collate_fn."""
 

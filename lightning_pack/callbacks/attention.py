@@ -98,7 +98,7 @@ class PackedAttention(Callback):
         self.probe_memory = probe_memory
         self._models = PackedModels(backend)
         self._told_left_out = False
-        #: What this rank was given since the epoch began: whether sources to train on, and one that is none.
+        #: What this rank was given since the run began: whether sources to train on, and one that is none.
         self._trains = False
         self._useless: LeftOut | None = None
 
@@ -143,15 +143,13 @@ class PackedAttention(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Probe the memory, with everything restored that a checkpoint holds."""
+        # What is left of an epoch after a resume may hold no source, and is no reason to fail.
+        self._trains, self._useless = trainer.global_step > 0, None
         if self.probe_memory:
             MemoryProbe(trainer, pl_module).run()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look anew whether there is something to train on."""
-        self._trains, self._useless = False, None
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell of an epoch without a single source, which is no success.
+        """Tell of a run that has trained on no source by the end of an epoch, which is no success.
 
         Raises:
             ValueError: with an example; where there are several ranks it is a warning, since others may have had sources.
