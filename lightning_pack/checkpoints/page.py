@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from time import gmtime, strftime
 
+from lightning_pack import markup
 from lightning_pack.callbacks.history import Stretch
 from lightning_pack.checkpoints.charts import Chart, Series, Span
 from lightning_pack.checkpoints.contents import Contents
 from lightning_pack.checkpoints.figures import figures, left_out, percent, remarks, short, significant, wastes
 from lightning_pack.checkpoints.record import TrainingRecord
 from lightning_pack.checkpoints.style import STYLE
-from lightning_pack.visible_text import visible
 
 _SUFFIXES = (".html", ".htm")
 #: No script, no picture and no font may be loaded, whatever a key says.
@@ -30,7 +29,7 @@ def page(contents: Contents, record: TrainingRecord | str, *, details: Sequence[
         details: what the terminal prints of the checkpoint, line by line.
         chosen: how the checkpoint was chosen.
     """
-    name = _text(Path(contents.path).name)
+    name = markup.text(Path(contents.path).name)
     body = "".join(_body(contents, record, details=details, chosen=chosen))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -76,16 +75,16 @@ def _body(contents: Contents, record: TrainingRecord | str, *, details: Sequence
     place += [] if contents.epoch is None else [f"epoch {contents.epoch:,}"]
     saved = (path / "meta.pt" if contents.sharded else path).stat().st_mtime
     place += [f"saved {strftime('%Y-%m-%d %H:%M UTC', gmtime(saved))}"]
-    place += [] if contents.lightning is None else [f"Lightning {_text(contents.lightning)}"]
-    yield f'<header>\n<p class="eyebrow">lightning-pack training report</p>\n<h1>{_text(path.name)}</h1>\n'
-    yield f'<p class="sub">{" · ".join(place)}<br><span class="mono">{_text(path.resolve())}</span></p>\n'
+    place += [] if contents.lightning is None else [f"Lightning {markup.text(contents.lightning)}"]
+    yield f'<header>\n<p class="eyebrow">lightning-pack training report</p>\n<h1>{markup.text(path.name)}</h1>\n'
+    yield f'<p class="sub">{" · ".join(place)}<br><span class="mono">{markup.text(path.resolve())}</span></p>\n'
     told = [] if chosen is None else [chosen]
     told += [f"No record of training: {record}."] if isinstance(record, str) else remarks(contents, record)
-    yield "".join(f'<p class="remark">{_text(remark)}</p>\n' for remark in told) + "</header>\n"
+    yield "".join(f'<p class="remark">{markup.text(remark)}</p>\n' for remark in told) + "</header>\n"
     if not isinstance(record, str):
         yield from _training(record)
     yield '<h2>The checkpoint</h2>\n<div class="card"><pre class="mono">'
-    yield "\n".join(map(_text, details)) + "</pre></div>\n"
+    yield "\n".join(map(markup.text, details)) + "</pre></div>\n"
     yield "<footer><p>Counts are of all data-parallel ranks since the run began, resumed parts included. Shares are of slots, "
     yield "places for tokens, unless it says otherwise.</p></footer>\n"
 
@@ -93,7 +92,7 @@ def _body(contents: Contents, record: TrainingRecord | str, *, details: Sequence
 def _training(record: TrainingRecord) -> Iterator[str]:
     yield '<section class="tiles">\n'
     for each in figures(record):
-        yield f'<dl class="tile"><dt>{each.name}</dt><dd>{_text(each.value)}</dd><dd>{_text(each.note)}</dd></dl>\n'
+        yield f'<dl class="tile"><dt>{each.name}</dt><dd>{markup.text(each.value)}</dd><dd>{markup.text(each.note)}</dd></dl>\n'
     yield "</section>\n"
     if record.history is not None and (charts := list(_charts(record.points))):
         yield '<h2>Over time</h2>\n<section class="charts">\n'
@@ -183,9 +182,9 @@ def _left_out(record: TrainingRecord) -> Iterator[str]:
     yield '<div class="card"><table class="stack"><thead><tr><th>reason</th><th class="number">sources</th>'
     yield '<th class="number">tokens</th><th>meaning</th><th>for example</th></tr></thead><tbody>\n'
     for row in rows:
-        keys = " ".join(f"<code>{_text(key)}</code>" for key in row.keys) or '<span class="soft">no keys are kept</span>'
-        yield f'<tr><td>{_text(row.reason)}</td><td class="number" data-name="sources">{row.sources:,}</td>'
-        yield f'<td class="number" data-name="tokens">{row.tokens:,}</td><td class="soft">{_text(row.meaning)}</td>'
+        keys = " ".join(f"<code>{markup.text(key)}</code>" for key in row.keys) or '<span class="soft">no keys are kept</span>'
+        yield f'<tr><td>{markup.text(row.reason)}</td><td class="number" data-name="sources">{row.sources:,}</td>'
+        yield f'<td class="number" data-name="tokens">{row.tokens:,}</td><td class="soft">{markup.text(row.meaning)}</td>'
         yield f"<td>{keys}</td></tr>\n"
     yield "</tbody></table></div>\n"
 
@@ -193,7 +192,3 @@ def _left_out(record: TrainingRecord) -> Iterator[str]:
 def _percent(share: float) -> str:
     # Ticks between 99.9 % and 100 % need five digits.
     return f"{100 * share:.5g} %"
-
-
-def _text(value: object) -> str:
-    return escape(visible(str(value)))
