@@ -310,13 +310,13 @@ def test_a_killed_worker_is_an_error_that_names_it_and_the_position_stays(number
 
 
 def test_a_worker_that_does_not_answer_is_an_error_in_bounded_time(numbers: Path) -> None:
-    run = Run(numbers, num_workers=2, worker_timeout=2.0)
+    run = Run(numbers, num_workers=2, worker_timeout=5.0)
     run.train(4)
     stopped = run.pids[1]
     os.kill(stopped, signal.SIGSTOP)
     # The position does not depend on its answer.
     before = run.data.state_dict()
-    with pytest.raises(RuntimeError, match=r"loader worker 1 .* for 2 seconds it has read no further sample. .*train-\d.tar"):
+    with pytest.raises(RuntimeError, match=r"loader worker 1 .* for 5 seconds it has read no further sample. .*train-\d.tar"):
         run.train(50)
     assert run.end()["ranks"]
     assert before["ranks"]

@@ -123,7 +123,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_row_ends_training_by_name(tmp_pa
     # A row of 16,384 tokens is larger than a pipe.
     path = write_webdataset(tmp_path / "wide", {"train": records_of([400] * 400)}, shards=1)
     data = EnergonPackDataModule(
-        path, encoder=NumberEncoder(), packing=PackingPolicy(capacity=16384, buffer_size=64), num_workers=1, worker_timeout=2.0
+        path, encoder=NumberEncoder(), packing=PackingPolicy(capacity=16384, buffer_size=64), num_workers=1, worker_timeout=5.0
     )
     data.setup("fit")
     loader = data.train_dataloader()
@@ -149,7 +149,7 @@ def test_a_hanging_worker_ends_training_by_name(numbers: Path) -> None:
         encoder=Hangs(),
         packing=PackingPolicy(capacity=64, buffer_size=16, multiple=4),
         num_workers=2,
-        worker_timeout=2.0,
+        worker_timeout=5.0,
         shuffle_buffer_size=0,
         max_samples_per_sequence=10,
     )
