@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,9 +143,11 @@ def test_batches_come_in_every_form() -> None:
 
     flatten = DataCollatorWithFlattening()
     plain = [[{k: v for k, v in f.items() if k != "id"} for f in features(c)] for c in (sources[:4], sources[4:])]
+    arrays = [{"input_ids": s.input_ids.numpy().astype(np.int32), "labels": s.labels.numpy()} for s in sources]
     rows = {
         "padded": [collate(sources[:4]), collate(sources[4:])],
         "samples": [features(sources[:4]), features(sources[4:])],
+        "arrays": [arrays[:4], arrays[4:]],
         "flattened": [flatten(c, return_tensors="pt") for c in plain],
     }
     for name, batches in rows.items():
@@ -182,7 +185,9 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
         ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}], r"sample with padding"),
         ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 2]}], r"sample with padding or several sources"),
         ([{"input_ids": [1, 2], "labels": [1, 2], "x": 3}], r"row 0 holds x, for which.*leave_out=\('x',\)"),
-        ([{"input_ids": [[1, 2]], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list or tensor \[L\]"),
+        ([{"input_ids": [[1, 2]], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list, array or tensor \[L\]"),
+        ([{"input_ids": ["a", "b"], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list, array or tensor \[L\]"),
+        ([{"input_ids": [1, 2], "labels": np.array([0.5, 1])}], r"labels of batch 0, row 0 is no list, array or tensor \[L\]"),
         (
             {"input_ids": ONES, "attention_mask": ONES, "labels": ONES, "token_type_ids": ONES},
             r"holds token_type_ids, for which a PackedBatch has no place: .*leave_out=\('token_type_ids',\)",
@@ -452,6 +457,50 @@ def test_evaluation_reads_each_pass_anew() -> None:
         keys.clear()
         trainer.validate(Validating(), rows, verbose=False)
         assert sorted(keys, key=int) == [str(i) for i in range(len(LENGTHS))]
+
+
+def test_a_loader_serves_others_when_the_fit_is_over() -> None:
+    rows = pack_loader(stateful(), PackingPolicy(24), window=3)
+    module = Tiny()
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=4)
+    trainer.fit(module, rows)
+    assert rows.state()["at"]["begun"], "the fit has stopped inside a pass"
+    assert rows.state()["at"]["epoch"] == 0
+    for _ in range(2):
+        assert sorted(by_key(list(rows)), key=int) == [str(number) for number in range(len(LENGTHS))]
+    trainer.fit_loop.epoch_loop.max_steps = 9
+    trainer.fit(module, rows)
+    whole = Tiny()
+    quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=9).fit(
+        whole, pack_loader(stateful(), PackingPolicy(24), window=3)
+    )
+    assert module.seen == whole.seen
+
+    class Failing(Tiny):
+        def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+            raise ArithmeticError("broken on purpose")
+
+    with pytest.raises(ArithmeticError):
+        quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=4).fit(Failing(), rows)
+    assert len(by_key(list(rows))) == len(LENGTHS)
+
+
+def test_one_loader_for_training_and_validation_is_refused() -> None:
+    class Validating(Tiny):
+        def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
+            # What is trained on is not known then, if it is another loader over the same data.
+            assert self.trainer.sanity_checking
+            assert other is not rows
+
+    bare = stateful()
+    rows = pack_loader(bare, POLICY)
+    for other in (rows, pack_loader(bare, POLICY)):
+        for checked in (0, 1):
+            trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_epochs=1, num_sanity_val_steps=checked)
+            with pytest.raises(
+                ValueError, match="the validation data is read by the same loader as the train data of this fit"
+            ):
+                trainer.fit(Validating(), rows, other)
 
 
 class Predicting(HuggingFaceModule):

@@ -145,6 +145,8 @@ class PackedAttention(Callback):
         """Probe the memory, with everything restored that a checkpoint holds."""
         # What is left of an epoch after a resume may hold no source, and is no reason to fail.
         self._trains, self._useless = trainer.global_step > 0, None
+        # Before, in the sanity check, it was not known what is trained on.
+        self._asked.clear()
         if self.probe_memory:
             MemoryProbe(trainer, pl_module).run()
 

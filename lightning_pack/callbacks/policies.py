@@ -32,10 +32,17 @@ def refuse_other_loaders(trainer: Trainer, *, stage: Stage, policy: PackingPolic
         evaluate_unlabelled: whether validation and test need no targets.
 
     Raises:
-        ValueError: for a :func:`~lightning_pack.collated.pack_loader` with another policy, naming what differs, and for one
-            whose rows are for predict in a stage that needs targets.
+        ValueError: for a :func:`~lightning_pack.collated.pack_loader` with another policy, naming what differs, for one whose
+            rows are for predict in a stage that needs targets, and for one that the same fit trains on.
     """
+    trained = [] if stage == "train" else [loader for loader in _loaders(trainer, "train") if loader.tracked]
     for loader in _loaders(trainer, stage):
+        shared = any(loader.loader is each.loader and each.stateful for each in trained)
+        if shared or (loader.tracked and stage != "train"):
+            raise ValueError(
+                f"the {stage} data is read by the same loader as the train data of this fit, so the position in that would be "
+                "lost: make two of them, with pack_loader over a DataLoader each"
+            )
         if policy is not None:
             _refuse_other_policy(policy, loader, stage=stage)
         if loader.for_predict and (stage == "train" or (stage != "predict" and not evaluate_unlabelled)):

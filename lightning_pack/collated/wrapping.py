@@ -52,6 +52,8 @@ def pack_loader(
     completed optimizer step was, if the loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``):
     the checkpoint holds the loader's state before the oldest batch of which a source waits, and which sources wait. Those
     batches are read again. Where the loader cannot tell its state, a warning says so, and a resume is refused.
+    A loader that a fit trains on cannot serve its validation too, which would move the position; when the fit is over, each
+    iteration is a whole pass again.
 
     Args:
         loader: one loader: any iterable of padded or flattened batches, or of lists of samples that are not padded
