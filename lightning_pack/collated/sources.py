@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,10 +162,12 @@ def _sample(sample: Any, *, roles: BatchFields, name: str, needs_targets: bool) 
 
 
 def _vector(value: Any, *, what: str, name: str) -> Tensor:
-    if isinstance(value, Tensor | Sequence) and not isinstance(value, str):
-        tensor = torch.as_tensor(value)
-        if tensor.dim() == 1 and (not tensor.is_floating_point() or not len(tensor)):
-            return tensor.to("cpu", torch.int64, copy=True)
+    tensor = None
+    if isinstance(value, Tensor | Sequence | np.ndarray) and not isinstance(value, str):
+        with suppress(TypeError, ValueError, RuntimeError):
+            tensor = torch.as_tensor(value)
+    if tensor is not None and tensor.dim() == 1 and (not tensor.is_floating_point() or not len(tensor)):
+        return tensor.to("cpu", torch.int64, copy=True)
     raise CollatedBatchError(
-        f"{what} of {name} is no list or tensor [L] of whole numbers: pass samples with one, or a padded batch"
+        f"{what} of {name} is no list, array or tensor [L] of whole numbers: pass samples with one, or a padded batch"
     )
