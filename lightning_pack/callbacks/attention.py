@@ -60,9 +60,10 @@ class PackedAttention(Callback):
             the target tokens of its batch.
         probe_memory: before the first step of a fit, run a step on each of the heaviest rows that the datamodule's packing
             rules allow, and leave everything as it was (see :class:`~lightning_pack.callbacks.memory_probe.MemoryProbe`).
-        evaluate_unlabelled: take padded and flattened batches without labels in validation and test too, for steps that look at
-            outputs alone. Otherwise they are refused by name, since a loss without labels is None, and one over targets that a
-            step makes itself would cross the boundaries of sources. ``predict`` never needs labels, training always does.
+        evaluate_unlabelled: take padded and flattened batches without labels, and rows of ``pack_loader(for_predict=True)``, in
+            validation and test too, for steps that look at outputs alone. Otherwise they are refused by name, since a loss
+            without labels is None, and one over targets that a step makes itself would cross the boundaries of sources.
+            ``predict`` never needs labels, training always does.
 
     Raises:
         MemoryProbeError: if such a row does not fit in memory, with what to lower.
