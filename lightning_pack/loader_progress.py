@@ -101,6 +101,7 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         state = None if before is None or not self._goes_on else before.state()
         if before is not loader or not self._goes_on:
             self.loader.put(loader, state=state if loader.stateful else None)
+        loader.tracked = True
         if trainer.ckpt_path is not None and self._saved is not None:
             self._go_on()
 
@@ -227,6 +228,7 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         """From now on another rank may not answer; Lightning calls no teardown."""
         super().on_exception(trainer, pl_module, exception)
         self._unwatch()
+        self.loader.let_go()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """End the reading. The position stays, so that a checkpoint can still be saved."""

@@ -27,8 +27,22 @@ def too_long(what: str, length: int, *, capacity: int) -> OverlengthError:
     )
 
 
-def admitted(source: EncodedSource, *, capacity: int, rule: Overlength, budget: MediaBudget = _NO_LIMIT) -> list[EncodedSource]:
+def admitted(
+    source: EncodedSource,
+    *,
+    capacity: int,
+    rule: Overlength,
+    budget: MediaBudget = _NO_LIMIT,
+    needs_targets: bool = True,
+) -> list[EncodedSource]:
     """What may enter the buffer in place of ``source``: itself, pieces of it, or the marker of its absence.
+
+    Args:
+        source: in question.
+        capacity: most tokens of a row.
+        rule: for longer ones.
+        budget: of media in a row.
+        needs_targets: whether a source without a target is left out; predictions need none.
 
     Raises:
         OverlengthError: under the rule ``"error"``, for a source that fits in no row; under ``"truncate"`` and ``"split"``, for
@@ -65,7 +79,7 @@ def admitted(source: EncodedSource, *, capacity: int, rule: Overlength, budget: 
             labels=source.labels[:capacity].clone(),
             left_out=LeftOut(source.key, "truncated", length - capacity),
         )
-    if bool((source.labels[1:] == IGNORE).all()):
+    if needs_targets and bool((source.labels[1:] == IGNORE).all()):
         return [EncodedSource.dropped(source.key, "no_targets", length)]
     return [source]
 

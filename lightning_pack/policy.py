@@ -314,14 +314,20 @@ class PackingPolicy:
             )
         return layout
 
-    def admit(self, source: EncodedSource) -> list[EncodedSource]:
+    def admit(self, source: EncodedSource, *, needs_targets: bool = True) -> list[EncodedSource]:
         """What may enter the buffer in place of ``source``: itself, pieces of it, or the marker of its absence.
+
+        Args:
+            source: as it was encoded.
+            needs_targets: whether one without a target is left out; predictions need none.
 
         Raises:
             OverlengthError: under ``overlength="error"``, for a source that fits in no row; under ``"truncate"`` and
                 ``"split"`` for one with media, which is never cut.
         """
-        return admitted(source, capacity=self.capacity, rule=self.overlength, budget=self.media_budget)
+        return admitted(
+            source, capacity=self.capacity, rule=self.overlength, budget=self.media_budget, needs_targets=needs_targets
+        )
 
     def select(
         self,

@@ -26,7 +26,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_pack import EnergonPackDataModule, PackedAttention, PackedCausalLM
+from lightning_pack import EnergonPackDataModule, PackedAttention, PackedCausalLM, SourceOutput, unpack
 from lightning_pack.cli import _COMMANDS, _LIGHTNING, main
 from lightning_pack.encoders import MediaRecord, read_record
 from lightning_pack.encoders.image_parts import read_image_chat
@@ -162,6 +162,7 @@ def test_python_runs(blocks: list[Block], place: Path) -> None:
     names: dict[str, Any] = {
         "model": tiny_model("llama", vocab_size=300),
         "loader": StatefulDataLoader(sources, batch_size=2, collate_fn=pad),
+        "prompts": [{name: value for name, value in pad(sources).items() if name != "labels"}],
         "my_module": Plain(),
     }
     run = 0
@@ -200,6 +201,9 @@ class Plain(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.model(**batch).loss, batch_size=1)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[SourceOutput]:
+        return unpack(self.model(**batch), batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

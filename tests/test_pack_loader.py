@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,9 +143,11 @@ def test_batches_come_in_every_form() -> None:
 
     flatten = DataCollatorWithFlattening()
     plain = [[{k: v for k, v in f.items() if k != "id"} for f in features(c)] for c in (sources[:4], sources[4:])]
+    arrays = [{"input_ids": s.input_ids.numpy().astype(np.int32), "labels": s.labels.numpy()} for s in sources]
     rows = {
         "padded": [collate(sources[:4]), collate(sources[4:])],
         "samples": [features(sources[:4]), features(sources[4:])],
+        "arrays": [arrays[:4], arrays[4:]],
         "flattened": [flatten(c, return_tensors="pt") for c in plain],
     }
     for name, batches in rows.items():
@@ -182,7 +185,9 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
         ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}], r"sample with padding"),
         ([{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 2]}], r"sample with padding or several sources"),
         ([{"input_ids": [1, 2], "labels": [1, 2], "x": 3}], r"row 0 holds x, for which.*leave_out=\('x',\)"),
-        ([{"input_ids": [[1, 2]], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list or tensor \[L\]"),
+        ([{"input_ids": [[1, 2]], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list, array or tensor \[L\]"),
+        ([{"input_ids": ["a", "b"], "labels": [1, 2]}], r"input_ids of batch 0, row 0 is no list, array or tensor \[L\]"),
+        ([{"input_ids": [1, 2], "labels": np.array([0.5, 1])}], r"labels of batch 0, row 0 is no list, array or tensor \[L\]"),
         (
             {"input_ids": ONES, "attention_mask": ONES, "labels": ONES, "token_type_ids": ONES},
             r"holds token_type_ids, for which a PackedBatch has no place: .*leave_out=\('token_type_ids',\)",
@@ -454,6 +459,50 @@ def test_evaluation_reads_each_pass_anew() -> None:
         assert sorted(keys, key=int) == [str(i) for i in range(len(LENGTHS))]
 
 
+def test_a_loader_serves_others_when_the_fit_is_over() -> None:
+    rows = pack_loader(stateful(), PackingPolicy(24), window=3)
+    module = Tiny()
+    trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=4)
+    trainer.fit(module, rows)
+    assert rows.state()["at"]["begun"], "the fit has stopped inside a pass"
+    assert rows.state()["at"]["epoch"] == 0
+    for _ in range(2):
+        assert sorted(by_key(list(rows)), key=int) == [str(number) for number in range(len(LENGTHS))]
+    trainer.fit_loop.epoch_loop.max_steps = 9
+    trainer.fit(module, rows)
+    whole = Tiny()
+    quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=9).fit(
+        whole, pack_loader(stateful(), PackingPolicy(24), window=3)
+    )
+    assert module.seen == whole.seen
+
+    class Failing(Tiny):
+        def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+            raise ArithmeticError("broken on purpose")
+
+    with pytest.raises(ArithmeticError):
+        quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=4).fit(Failing(), rows)
+    assert len(by_key(list(rows))) == len(LENGTHS)
+
+
+def test_one_loader_for_training_and_validation_is_refused() -> None:
+    class Validating(Tiny):
+        def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
+            # What is trained on is not known then, if it is another loader over the same data.
+            assert self.trainer.sanity_checking
+            assert other is not rows
+
+    bare = stateful()
+    rows = pack_loader(bare, POLICY)
+    for other in (rows, pack_loader(bare, POLICY)):
+        for checked in (0, 1):
+            trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_epochs=1, num_sanity_val_steps=checked)
+            with pytest.raises(
+                ValueError, match="the validation data is read by the same loader as the train data of this fit"
+            ):
+                trainer.fit(Validating(), rows, other)
+
+
 class Predicting(HuggingFaceModule):
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[Any]:
         return unpack(batch.input_ids, batch)
@@ -475,6 +524,119 @@ def test_predictions_are_put_in_the_order_of_the_data() -> None:
         in_reading_order([[SourceOutput("a", torch.ones(1))]])
     with pytest.raises(ValueError, match=f"source '{came[0]}' comes twice"):
         in_reading_order([*results, results[0]])
+
+
+# --- predictions -------------------------------------------------------------------------------------------------------
+
+
+def unlabelled(sources: list[EncodedSource]) -> dict[str, Any]:
+    batch = collate(sources)
+    del batch["labels"]
+    return batch
+
+
+class Logits(HuggingFaceModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> list[SourceOutput]:
+        return unpack(self.model(**batch), batch)
+
+
+@torch.no_grad()
+def farthest_from_alone(module: HuggingFaceModule, results: list[SourceOutput], sources: list[EncodedSource]) -> float:
+    """The largest difference between the logits of sources in rows and of each alone."""
+    return max(
+        (result.values - module.model(source.input_ids[None]).logits[0]).abs().max().item()
+        for result, source in zip(results, sources, strict=True)
+    )
+
+
+def test_batches_of_every_form_need_no_labels_for_predict() -> None:
+    sources = Samples([5, 1, 9, 7]).sources
+    expected = {source.key: source.input_ids.tolist() for source in sources}
+    named = [{"input_ids": source.input_ids.tolist(), "id": source.key} for source in sources]
+    forms: dict[str, list[Any]] = {
+        "padded": [unlabelled(sources[:2]), unlabelled(sources[2:])],
+        "samples": [named[:2], named[2:]],
+        # Labels do not have to be everywhere, nor to be targets.
+        "mixed": [collate(sources[:2]), [*named[2:3], {**named[3], "labels": [IGNORE] * 7}]],
+    }
+    for name, batches in forms.items():
+        rows = list(pack_loader(batches, POLICY, for_predict=True))
+        assert by_key(rows) == expected, name
+        assert not any(row.left_out for row in rows)
+        labelled = sum(int(row.loss_mask.sum()) for row in rows)
+        assert labelled == (sum((source.labels != IGNORE).sum() for source in sources[:2]) if name == "mixed" else 0), name
+    flat = DataCollatorWithFlattening()([{"input_ids": source.input_ids.tolist()} for source in sources], return_tensors="pt")
+    del flat["labels"]
+    rows = list(pack_loader([flat], POLICY, for_predict=True))
+    assert sorted(by_key(rows).values()) == sorted(expected.values())
+    assert not any(row.loss_mask.any() for row in rows)
+
+
+def test_predictions_without_labels_are_those_of_the_unpacked_model() -> None:
+    samples = Samples([9, 5, 1, 7, 20, 3, 30, 11])
+    loader = DataLoader(samples, batch_size=3, collate_fn=unlabelled)
+    policy = PackingPolicy(24, algorithm="best_fit_decreasing", overlength="truncate", multiple=4)
+    assert [len(source) > policy.capacity for source in samples.sources].count(True) == 1
+    cut = [
+        EncodedSource.of(source.key, source.input_ids[: policy.capacity].clone(), source.labels[: policy.capacity])
+        for source in samples.sources
+    ]
+    told = "1 sources of batch . on rank 0 are left out of the prediction or cut, such as '6' .truncated, 6 tokens.;"
+    ways: list[tuple[PackedAttention, Any]] = [
+        (PackedAttention(), pack_loader(loader, policy, for_predict=True)),
+        (PackedAttention(policy=policy), loader),
+    ]
+    for callback, data in ways:
+        module = Logits()
+        with pytest.warns(UserWarning, match=told):
+            results: Any = quiet_trainer(callbacks=[callback]).predict(module, data)
+        ordered = in_reading_order(results)
+        assert [result.key for result in ordered] == [source.key for source in samples.sources]
+        assert farthest_from_alone(module, ordered, cut) < 1e-10
+
+
+def test_what_predict_loses_names_the_way_out() -> None:
+    samples = Samples([9, 1, 7])
+    loader = DataLoader(samples, batch_size=3, collate_fn=collate)
+    for options, kept in (({}, ["0", "2"]), ({"for_predict": True}, ["0", "1", "2"])):
+        trainer = quiet_trainer(callbacks=[PackedAttention()])
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            results: Any = trainer.predict(Predicting(), pack_loader(loader, POLICY, **options))
+        assert [result.key for result in in_reading_order(results)] == kept
+        lost = [str(each.message) for each in told if "left out of the prediction" in str(each.message)]
+        assert len(lost) == 3 - len(kept)
+        assert all("'1' (no_targets, 1 tokens) (pack_loader(..., for_predict=True) leaves out" in each for each in lost)
+    with pytest.raises(ValueError, match=r"there is no row in this pass over the loader.*batch 0, row 0 \(overlength\)"):
+        list(pack_loader(Batches(lambda: pad(make_sources((30,)))), POLICY, for_predict=True))
+
+
+def test_rows_for_predict_are_refused_where_targets_are_needed() -> None:
+    loader = DataLoader(Samples([5, 9, 7, 12]), batch_size=2, collate_fn=unlabelled)
+    rows = pack_loader(loader, POLICY, for_predict=True)
+    with pytest.raises(CollatedBatchError, match=r"neither labels.*for trainer.predict, say pack_loader\(.*for_predict=True"):
+        list(pack_loader(loader, POLICY))
+
+    class Seeing(Predicting):
+        def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
+            seen.extend(batch.source_keys)
+
+        test_step = validation_step
+
+    seen: list[str] = []
+    quiet = lambda **o: quiet_trainer(callbacks=[PackedAttention(monitor=False, **o)], max_epochs=1)  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"the train data is packed by pack_loader\(..., for_predict=True\), whose rows may have"
+    ):
+        quiet(evaluate_unlabelled=True).fit(Seeing(), rows)
+    for stage in ("validate", "test"):
+        name = {"validate": "validation", "test": "test"}[stage]
+        with pytest.raises(ValueError, match=rf"the {name} data is packed.*If {name}_step needs no targets, say PackedAtt"):
+            getattr(quiet(), stage)(Seeing(), rows, verbose=False)
+        assert not seen
+        getattr(quiet(evaluate_unlabelled=True), stage)(Seeing(), rows, verbose=False)
+        assert sorted(seen) == ["0", "1", "2", "3"]
+        seen.clear()
 
 
 def test_several_loaders_are_refused_with_what_to_do() -> None:
@@ -612,6 +774,18 @@ def a_rank(argument: dict[str, Any]) -> dict[str, Any]:
         predicting = quiet_trainer(callbacks=[PackedAttention(monitor=False)], **options)
         predicting.predict(Predicting(), pack_loader(more, POLICY, sharded=True))
     uneven["warned"] = [str(each.message) for each in told if "left out of the prediction" in str(each.message)]
+    # Prompts, all of them on each of two ranks that have not equally many, or none.
+    uneven["predicted"] = []
+    for share in ([7, 3], [3, 0]):
+        first = rank * share[0]
+        mine = Samples(LENGTHS).sources[first : first + share[rank]]
+        prompts = DataLoader(mine, batch_size=2, collate_fn=unlabelled)  # type: ignore[arg-type]
+        module = Logits()
+        trainer = quiet_trainer(callbacks=[PackedAttention(monitor=False)], **options)
+        results: Any = trainer.predict(module, pack_loader(prompts, POLICY, sharded=True, for_predict=True))
+        ordered = in_reading_order(results)
+        apart = farthest_from_alone(module, ordered, mine) if mine else 0.0
+        uneven["predicted"].append({"rows": len(results), "keys": [r.key for r in ordered], "apart": apart})
     refusal = ""
     try:
         next(iter(pack_loader(own, POLICY)))
@@ -641,7 +815,12 @@ def test_two_ranks_get_equally_many_rows_and_lose_nothing(tmp_path: Path) -> Non
         told = [key for key, _, _ in result["gone"]]
         assert sorted(result["seen"] + told, key=int) == [str(i) for i in range(result["count"])]
     # By the rank that loses them.
-    assert any("on rank 1 are left out" in text and "even_ranks=False) keeps them" in text for text in second["warned"])
+    assert any("on rank 1 are left out" in text and "for_predict=True) leaves out" in text for text in second["warned"])
+    for (one, two), split in zip(zip(first["predicted"], second["predicted"], strict=True), (7, 3), strict=True):
+        # Blank rows of the one are beside the rows of the other.
+        assert one["rows"] == two["rows"] > len(two["keys"])
+        assert one["keys"] + two["keys"] == [str(i) for i in range(10 if split == 7 else 3)]
+        assert max(one["apart"], two["apart"]) < 1e-10
     for result in results:
         assert "each of the 2 ranks would train on all of the data" in result["refusal"]
         assert len(result["whole"]) == 14

@@ -11,7 +11,7 @@ from lightning_pack.attention.backends import BackendName, check_backend_name
 from lightning_pack.callbacks.companions import bring_along
 from lightning_pack.callbacks.memory_probe import MemoryProbe
 from lightning_pack.callbacks.packed_models import PackedModels
-from lightning_pack.callbacks.policies import refuse_other_policy
+from lightning_pack.callbacks.policies import refuse_other_loaders
 from lightning_pack.collated.fields import BatchFields
 from lightning_pack.collated.packer import BatchPacker, Stage
 from lightning_pack.collated.row import CollatedRow
@@ -60,9 +60,10 @@ class PackedAttention(Callback):
             the target tokens of its batch.
         probe_memory: before the first step of a fit, run a step on each of the heaviest rows that the datamodule's packing
             rules allow, and leave everything as it was (see :class:`~lightning_pack.callbacks.memory_probe.MemoryProbe`).
-        evaluate_unlabelled: take padded and flattened batches without labels in validation and test too, for steps that look at
-            outputs alone. Otherwise they are refused by name, since a loss without labels is None, and one over targets that a
-            step makes itself would cross the boundaries of sources. ``predict`` never needs labels, training always does.
+        evaluate_unlabelled: take padded and flattened batches without labels, and rows of ``pack_loader(for_predict=True)``, in
+            validation and test too, for steps that look at outputs alone. Otherwise they are refused by name, since a loss
+            without labels is None, and one over targets that a step makes itself would cross the boundaries of sources.
+            ``predict`` never needs labels, training always does.
 
     Raises:
         MemoryProbeError: if such a row does not fit in memory, with what to lower.
@@ -90,7 +91,7 @@ class PackedAttention(Callback):
         check_backend_name(backend)
         self.policy = policy
         self._packer = BatchPacker(policy, roles=fields or BatchFields(), evaluate_unlabelled=evaluate_unlabelled)
-        #: Stages whose loaders were asked for their policies.
+        #: Stages whose loaders were asked what they pack, and how.
         self._asked = set[str]()
         self.backend: BackendName = backend
         self.monitor = monitor
@@ -145,6 +146,8 @@ class PackedAttention(Callback):
         """Probe the memory, with everything restored that a checkpoint holds."""
         # What is left of an epoch after a resume may hold no source, and is no reason to fail.
         self._trains, self._useless = trainer.global_step > 0, None
+        # Before, in the sanity check, it was not known what is trained on.
+        self._asked.clear()
         if self.probe_memory:
             MemoryProbe(trainer, pl_module).run()
 
@@ -194,9 +197,9 @@ class PackedAttention(Callback):
     # --- the batches ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stage: Stage, name: str) -> None:
-        if self.policy is not None and isinstance(batch, PackedBatch) and stage not in self._asked:
+        if isinstance(batch, PackedBatch) and stage not in self._asked:
             self._asked.add(stage)
-            refuse_other_policy(self.policy, trainer=trainer, stage=stage)
+            refuse_other_loaders(trainer, stage=stage, policy=self.policy, evaluate_unlabelled=self._packer.evaluate_unlabelled)
         model = self._models.only
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
@@ -212,7 +215,11 @@ class PackedAttention(Callback):
             # In the other stages the monitor tells. Each rank loses sources of its own.
             self._told_left_out = True
             gone = packed.left_out[0]
-            way = " (pack_loader(..., even_ranks=False) keeps them)" if gone.reason == "uneven_ranks" else ""
+            way = (
+                " (pack_loader(..., for_predict=True) leaves out neither no_targets nor uneven_ranks)"
+                if any(each.reason in ("no_targets", "uneven_ranks") for each in packed.left_out)
+                else ""
+            )
             warnings.warn(
                 f"{len(packed.left_out)} sources of {name} on rank {trainer.global_rank} are left out of the prediction or "
                 f"cut, such as {gone.key!r} ({gone.reason}, {gone.tokens} tokens){way}; of later batches "

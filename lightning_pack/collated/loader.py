@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pack.agreement import Agreement
+from lightning_pack.blank_row import blank_row
 from lightning_pack.collated.fields import BatchFields
+from lightning_pack.collated.shares import number_of_ranks, refuse_same_data
 from lightning_pack.collated.sources import sources_of
 from lightning_pack.collated.waiting import LoaderPosition, WindowedPacks, plain_copy
 from lightning_pack.policy import AUTO, PackingPolicy
@@ -33,6 +33,7 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         fields: of the batches.
         pad_id: token id in gaps.
         even_ranks: whether all ranks get equally many rows.
+        for_predict: whether sources need no targets, and rows that a rank lacks are blank.
         sharded: whether the loader is known to give each rank a part of its own.
         on_mismatch: what happens to a resume that cannot be exact.
     """
@@ -45,11 +46,12 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         fields: BatchFields,
         pad_id: int,
         even_ranks: bool,
+        for_predict: bool,
         sharded: bool,
         on_mismatch: OnMismatch,
     ) -> None:
         super().__init__(LoaderPosition())
-        self.loader, self.policy, self.on_mismatch = loader, policy, on_mismatch
+        self.loader, self.policy, self.for_predict, self.on_mismatch = loader, policy, for_predict, on_mismatch
         self._fields, self._pad_id = fields, pad_id
         self._even_ranks, self._sharded = even_ranks, sharded
         self._algorithm: str | None = None
@@ -87,12 +89,16 @@ class PackLoader(TrackedLoader[LoaderPosition]):
 
     def _reads_again(self) -> bool:
         # Ranks that agree on each row would wait for one that reads alone.
-        return self.stateful and not (self._even_ranks and _ranks()[1] > 1)
+        return self.stateful and not (self._even_ranks and number_of_ranks() > 1)
 
     def settings(self) -> dict[str, Any]:
         """What decides which rows the batches become, as plain values."""
         policy = self.policy.fingerprint()
-        return {"packing": policy | {"window": policy.pop("buffer_size")}, "even_ranks": self._even_ranks, "ranks": _ranks()[1]}
+        return {
+            "packing": policy | {"window": policy.pop("buffer_size")},
+            "even_ranks": self._even_ranks,
+            "ranks": number_of_ranks(),
+        }
 
     def state(self) -> dict[str, Any]:
         """Where training stands after the last complete step, as plain containers."""
@@ -155,7 +161,8 @@ class PackLoader(TrackedLoader[LoaderPosition]):
 
     def _open(self, position: LoaderPosition) -> tuple[Iterator[Any], LoaderPosition]:
         """The batches from a position on, and the position with the state that the loader then has."""
-        self._refuse_same_data()
+        if not self._sharded:
+            refuse_same_data(self.loader)
         for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
             for each in (sampler, getattr(sampler, "sampler", None)):
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
@@ -174,7 +181,7 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         return batches, begun
 
     def _rows_from(self, position: LoaderPosition) -> Iterator[Fetched[LoaderPosition]]:
-        """As many rows as every rank has, the last of them with what is left over."""
+        """As many rows as every rank has, or for predictions any rank, the last of them with what is left over."""
         everyone: Callable[[bool], bool] = self._agreement.everyone if self._even_ranks else bool
         batches, begun = self._open(position)
         finished = False
@@ -190,25 +197,29 @@ class PackLoader(TrackedLoader[LoaderPosition]):
     def _rows_of(
         self, batches: Iterator[Any], begun: LoaderPosition, *, everyone: Callable[[bool], bool]
     ) -> Iterator[Fetched[LoaderPosition]]:
+        needs_targets = not self.for_predict
         packs = WindowedPacks(
             batches,
-            sources=lambda batch, number: sources_of(batch, roles=self._fields, name=f"batch {number}"),
+            sources=lambda batch, number: sources_of(
+                batch, roles=self._fields, name=f"batch {number}", needs_targets=needs_targets
+            ),
             snapshot=self._snapshot,
             policy=self.policy,
             position=begun,
             settle=self._settle,
+            needs_targets=needs_targets,
         )
         pin = getattr(self.loader, "pin_memory", False) is True and torch.cuda.is_available()
         made = ((PackedBatch.from_packs([pack], pad_id=self._pad_id), after) for pack, after in packs.packs())
         rows = ((row.pin_memory() if pin else row, after) for row, after in made)
         held = next(rows, None)
+        if self.for_predict:
+            yield from self._rows_for_predict(held, rows, packs, begun, everyone=everyone)
+            return
         if not everyone(held is not None):
             if not self._even_ranks and not packs.news:
                 return
-            raise ValueError(
-                f"{'a data-parallel rank has' if self._even_ranks else 'there is'} no row in this pass over the loader: use "
-                "fewer ranks, or more data" + "".join(f"; left out: {gone.key} ({gone.reason})" for gone in packs.news[:3])
-            )
+            raise self._no_row(packs.news)
         assert held is not None
         while everyone((following := next(rows, None)) is not None):
             assert following is not None
@@ -223,24 +234,38 @@ class PackLoader(TrackedLoader[LoaderPosition]):
             row.left_out += [LeftOut(key, "uneven_ranks", n) for key, n in zip(more.source_keys, lengths, strict=False)]
             following = next(rows, None)
         row.left_out += packs.news
-        yield Fetched(row, LoaderPosition(epoch=begun.epoch + 1, loader=self._snapshot()), ends_pass=True)
+        yield Fetched(row, self._end_of(begun), ends_pass=True)
 
-    def _refuse_same_data(self) -> None:
-        _, ranks = _ranks()
-        loader = self.loader
-        if ranks == 1 or self._sharded or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            return
-        samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-        if not any(hasattr(sampler, "num_replicas") for sampler in samplers):
-            raise ValueError(
-                f"each of the {ranks} ranks would train on all of the data, since the DataLoader given to pack_loader has no "
-                "DistributedSampler (Lightning puts one only into DataLoaders that it sees): give it "
-                "sampler=DistributedSampler(dataset), or say pack_loader(..., sharded=True) if each rank has a part of its own"
-            )
+    def _rows_for_predict(
+        self,
+        held: tuple[PackedBatch, LoaderPosition] | None,
+        rows: Iterator[tuple[PackedBatch, LoaderPosition]],
+        packs: WindowedPacks,
+        begun: LoaderPosition,
+        *,
+        everyone: Callable[[bool], bool],
+    ) -> Iterator[Fetched[LoaderPosition]]:
+        """All rows of this rank, and then blank ones as long as another rank has more."""
+        if everyone(held is None):
+            if not self._even_ranks and not packs.news:
+                return
+            raise self._no_row(packs.news)
+        after = begun
+        while True:
+            row, after = held or (blank_row(self.policy, pad_id=self._pad_id), after)
+            held = next(rows, None)
+            if everyone(held is None):
+                break
+            yield Fetched(row, after)
+        row.left_out += packs.news
+        yield Fetched(row, self._end_of(begun), ends_pass=True)
 
+    def _no_row(self, news: list[LeftOut]) -> ValueError:
+        who = "a data-parallel rank has" if self._even_ranks and not self.for_predict else "there is"
+        return ValueError(
+            f"{who} no row in this pass over the loader: use fewer ranks, or more data"
+            + "".join(f"; left out: {gone.key} ({gone.reason})" for gone in news[:3])
+        )
 
-def _ranks() -> tuple[int, int]:
-    """This rank and their number."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    def _end_of(self, begun: LoaderPosition) -> LoaderPosition:
+        return LoaderPosition(epoch=begun.epoch + 1, loader=self._snapshot())

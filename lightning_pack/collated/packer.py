@@ -30,7 +30,7 @@ class BatchPacker:
     """
 
     def __init__(self, policy: PackingPolicy | None, *, roles: BatchFields, evaluate_unlabelled: bool = False) -> None:
-        self._evaluate_unlabelled = evaluate_unlabelled
+        self.evaluate_unlabelled = evaluate_unlabelled
         self._policy = None if policy is None else usable_policy(policy)
         self._roles = roles
         self._current = CurrentRow()
@@ -76,7 +76,7 @@ class BatchPacker:
         if row is None:
             return None
         self._refuse_mixture(stage, "flattened" if row.rows is None else "padded", name)
-        if needs_targets and not row.labelled and (stage == "train" or not self._evaluate_unlabelled):
+        if needs_targets and not row.labelled and (stage == "train" or not self.evaluate_unlabelled):
             raise CollatedBatchError(
                 f"{name} has neither labels nor shift_labels: targets that a step makes of a packed row by "
                 "itself would cross the boundaries of sources, so let the collator return labels (-100 where a token is no "

@@ -86,7 +86,7 @@ def _packed(contents: Contents, found: list[Extent], *, policy: PackingPolicy, p
     gone = []
     for row, extent in enumerate(found):
         source = _source(extent, row=row, width=contents.input_ids.shape[1])
-        (admitted,) = policy.admit(source) if needs_targets or not 0 < extent.length <= policy.capacity else [source]
+        (admitted,) = policy.admit(source, needs_targets=needs_targets)
         if admitted.left_out is not None:
             gone.append(admitted.left_out)
             if contents.media:

@@ -63,3 +63,9 @@ class LoaderSlot:
         """End the reading."""
         if self.loader is not None:
             self.loader.stop()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """From now on each iteration of the loader is a pass of its own; the position of the training stays."""
+        if self.loader is not None:
+            self.loader.tracked = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from lightning_pack.row import PackedBatch
 from lightning_pack.source import IGNORE, EncodedSource
 
 
-def sources_of(batch: Any, *, roles: BatchFields, name: str) -> list[EncodedSource]:
+def sources_of(batch: Any, *, roles: BatchFields, name: str, needs_targets: bool = True) -> list[EncodedSource]:
     """The sources of a padded or flattened batch, or of a list of samples that are not padded, in their order.
 
     Args:
@@ -26,6 +28,7 @@ def sources_of(batch: Any, *, roles: BatchFields, name: str) -> list[EncodedSour
             or an :class:`~lightning_pack.source.EncodedSource`.
         roles: what the entries are.
         name: of the batch, for sources without a key.
+        needs_targets: whether labels have to be there; without them no token is a target.
 
     Raises:
         CollatedBatchError: for what cannot be packed, and for entries that a packed row has no place for.
@@ -33,17 +36,18 @@ def sources_of(batch: Any, *, roles: BatchFields, name: str) -> list[EncodedSour
     if isinstance(batch, PackedBatch):
         raise CollatedBatchError(f"{name} is a PackedBatch already: give its loader to the Trainer as it is")
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return [_sample(sample, roles=roles, name=f"{name}, row {row}") for row, sample in enumerate(batch)]
+        numbered = ((sample, f"{name}, row {row}") for row, sample in enumerate(batch))
+        return [_sample(sample, roles=roles, name=each, needs_targets=needs_targets) for sample, each in numbered]
     named = _named(batch, name=name)
     named = {entry: value.cpu() if isinstance(value, Tensor) else value for entry, value in named.items()}
     flattened = is_flattened(named)
     contents = contents_of(named, roles=roles, flattened=flattened)
     _refuse_others(contents, named, roles=roles, name=name)
     if flattened:
-        return _flattened(contents, name=name)
+        return _flattened(contents, name=name, needs_targets=needs_targets)
     if any(entry in contents.read for entry in BOUNDARIES):
         raise CollatedBatchError(f"{name} holds boundaries of a flattened batch beside attention_mask, lengths or several rows")
-    labels = _labels(contents.read, name=name)
+    labels = _labels(contents, name=name, needs_targets=needs_targets)
     found = []
     for row, extent in enumerate(extents(contents, name=name)):
         place = slice(extent.start, extent.start + extent.length)
@@ -64,19 +68,24 @@ def _named(batch: Any, *, name: str) -> dict[str, Any]:
     )
 
 
-def _labels(read: Mapping[str, Any], *, name: str) -> Tensor:
+def _labels(contents: Contents, *, name: str, needs_targets: bool) -> Tensor:
     """``[B, S]``, not shifted."""
-    shifted = read.get("shift_labels")
+    shifted = contents.read.get("shift_labels")
     if shifted is not None:
         labels = torch.full_like(shifted, IGNORE)
         labels[:, 1:] = shifted[:, :-1]
         return labels.long()
-    if (given := read.get("labels")) is None:
+    if (given := contents.read.get("labels")) is not None:
+        return given.long()
+    if needs_targets:
         raise CollatedBatchError(
             f"{name} has neither labels nor shift_labels, so nobody can tell its targets: let the collator return labels "
-            "(those of plain text are its input_ids, -100 on padding; so are those of prompts for predict, which uses none)"
+            f"(those of plain text are its input_ids, -100 on padding), or, {_FOR_PREDICT}"
         )
-    return given.long()
+    return torch.full_like(contents.input_ids, IGNORE, dtype=torch.int64)
+
+
+_FOR_PREDICT = "where the rows are for trainer.predict, say pack_loader(..., for_predict=True)"
 
 
 def _refuse_others(contents: Contents, named: Mapping[str, Any], *, roles: BatchFields, name: str) -> None:
@@ -104,9 +113,9 @@ def _is_key(entry: str, roles: BatchFields) -> bool:
     return entry == roles.key if roles.key else entry in KEY_NAMES
 
 
-def _flattened(contents: Contents, *, name: str) -> list[EncodedSource]:
+def _flattened(contents: Contents, *, name: str, needs_targets: bool) -> list[EncodedSource]:
     ends = offsets_of(contents.read, width=contents.input_ids.shape[1], name=name)
-    labels = _labels(contents.read, name=name)
+    labels = _labels(contents, name=name, needs_targets=needs_targets)
     keys = contents.keys.tolist() if isinstance(contents.keys, Tensor) else contents.keys
     if keys is None or len(keys) != len(ends) - 1:
         keys = [f"{name}, row {row}" for row in range(len(ends) - 1)]
@@ -116,17 +125,18 @@ def _flattened(contents: Contents, *, name: str) -> list[EncodedSource]:
     ]
 
 
-def _sample(sample: Any, *, roles: BatchFields, name: str) -> EncodedSource:
+def _sample(sample: Any, *, roles: BatchFields, name: str, needs_targets: bool) -> EncodedSource:
     if isinstance(sample, EncodedSource):
         return sample
     named = _named(sample, name=name)
     ids = _vector(named.get("input_ids"), what="input_ids", name=name)
     labels = named.get("labels")
-    if labels is None:
+    if labels is None and needs_targets:
         raise CollatedBatchError(
-            f"{name} has no labels, so nobody can tell its targets: add them (those of plain text are its input_ids)"
+            f"{name} has no labels, so nobody can tell its targets: add them (those of plain text are its input_ids), or, "
+            f"{_FOR_PREDICT}"
         )
-    targets = _vector(labels, what="labels", name=name)
+    targets = torch.full_like(ids, IGNORE) if labels is None else _vector(labels, what="labels", name=name)
     if len(targets) != len(ids):
         raise CollatedBatchError(f"{name} has {len(ids)} input_ids and {len(targets)} labels")
     mask = named.get("attention_mask")
@@ -152,10 +162,12 @@ def _sample(sample: Any, *, roles: BatchFields, name: str) -> EncodedSource:
 
 
 def _vector(value: Any, *, what: str, name: str) -> Tensor:
-    if isinstance(value, Tensor | Sequence) and not isinstance(value, str):
-        tensor = torch.as_tensor(value)
-        if tensor.dim() == 1 and (not tensor.is_floating_point() or not len(tensor)):
-            return tensor.to("cpu", torch.int64, copy=True)
+    tensor = None
+    if isinstance(value, Tensor | Sequence | np.ndarray) and not isinstance(value, str):
+        with suppress(TypeError, ValueError, RuntimeError):
+            tensor = torch.as_tensor(value)
+    if tensor is not None and tensor.dim() == 1 and (not tensor.is_floating_point() or not len(tensor)):
+        return tensor.to("cpu", torch.int64, copy=True)
     raise CollatedBatchError(
-        f"{what} of {name} is no list or tensor [L] of whole numbers: pass samples with one, or a padded batch"
+        f"{what} of {name} is no list, array or tensor [L] of whole numbers: pass samples with one, or a padded batch"
     )

@@ -82,6 +82,7 @@ class WindowedPacks:
         policy: with ``buffer_size`` and ages in batches.
         position: to begin at.
         settle: chooses the algorithm by the lengths of the first window, where the policy has ``"auto"``.
+        needs_targets: whether sources without a target are left out.
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class WindowedPacks:
         policy: PackingPolicy,
         position: LoaderPosition,
         settle: Callable[[list[int]], str],
+        needs_targets: bool = True,
     ) -> None:
         self._batches: Iterator[Any] = iter(batches)
         self._sources, self._snapshot = sources, snapshot
-        self._policy, self._settle = policy, settle
+        self._policy, self._settle, self._needs_targets = policy, settle, needs_targets
         self._position = position
         #: Number and loader state before each batch that may be read again.
         self._before: deque[tuple[int, Any]] = deque()
@@ -173,7 +175,7 @@ class WindowedPacks:
         self._before.append((number, state))
         usable: list[EncodedSource] = []
         for source in self._sources(batch, number):
-            for piece in self._policy.admit(source):
+            for piece in self._policy.admit(source, needs_targets=self._needs_targets):
                 if len(piece):
                     usable.append(piece)
                 elif piece.left_out is not None and not again:

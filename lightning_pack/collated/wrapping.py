@@ -26,6 +26,7 @@ def pack_loader(
     fields: BatchFields | None = None,
     pad_id: int = 0,
     even_ranks: bool = True,
+    for_predict: bool = False,
     sharded: bool = False,
     on_mismatch: OnMismatch = "error",
 ) -> PackLoader:
@@ -36,8 +37,11 @@ def pack_loader(
     comes once, or is reported with its reason in a row's ``left_out``; a pass that ``limit_train_batches`` ends goes on in the
     next epoch. There is no length, since nobody knows it before. Rows are pinned where the loader has ``pin_memory=True``.
 
-    Rows come in the order in which they are packed, and so do the results of ``predict``: by the keys of their sources and not
-    in the order of the data. :func:`~lightning_pack.collated.in_reading_order` puts what ``trainer.predict`` returns in order.
+    **Predict.** With ``for_predict`` batches need no labels, sources without a target are packed like others, and no rank
+    leaves a source out to be even: blank rows, without a source, make up for what it lacks. Rows come in the order in which
+    they are packed, and so do the results: by the keys of their sources and not in the order of the data.
+    :func:`~lightning_pack.collated.in_reading_order` puts what ``trainer.predict`` returns in order. A ``DistributedSampler``
+    repeats sources to be even; ``UnrepeatedDistributedSampler`` of ``lightning.pytorch.overrides.distributed`` does not.
 
     **Several ranks.** With ``even_ranks`` each rank gets as many rows in a pass as every other, which training needs; the
     sources of rows that a rank has more are reported as ``uneven_ranks``. Lightning puts a ``DistributedSampler`` only into
@@ -48,6 +52,8 @@ def pack_loader(
     completed optimizer step was, if the loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``):
     the checkpoint holds the loader's state before the oldest batch of which a source waits, and which sources wait. Those
     batches are read again. Where the loader cannot tell its state, a warning says so, and a resume is refused.
+    A loader that a fit trains on cannot serve its validation too, which would move the position; when the fit is over, each
+    iteration is a whole pass again.
 
     Args:
         loader: one loader: any iterable of padded or flattened batches, or of lists of samples that are not padded
@@ -58,6 +64,8 @@ def pack_loader(
         fields: what the entries of the batches are.
         pad_id: token id in gaps.
         even_ranks: whether all ranks get equally many rows; False gives each rank all of its own, for evaluation.
+        for_predict: the rows are for ``trainer.predict``. ``PackedAttention`` refuses them in training, and in validation and
+            test unless it has ``evaluate_unlabelled=True``.
         sharded: the loader gives each rank a part of its own although no ``DistributedSampler`` shows it.
         on_mismatch: what happens to a resume that cannot be exact: ``"error"`` refuses it, ``"restart"`` starts the data over
             with a warning and keeps weights and optimizer.
@@ -91,6 +99,7 @@ def pack_loader(
         fields=fields or BatchFields(),
         pad_id=pad_id,
         even_ranks=even_ranks,
+        for_predict=for_predict,
         sharded=sharded,
         on_mismatch=on_mismatch,
     )

@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
-import torch
-
+from lightning_pack.blank_row import blank_row
 from lightning_pack.energon.dataset import StreamOptions, open_evaluation_share
 from lightning_pack.energon.reader import RankReader, Workers
 from lightning_pack.row import PackedBatch
-from lightning_pack.source import IGNORE, EncodedSource, Pack
 
 
 class PassLoader:
@@ -72,9 +70,4 @@ class PassLoader:
             warnings.warn(f"no source of the pass is usable: {len(orphans)} are left out, such as {listed}", stacklevel=2)
 
     def _blank(self) -> PackedBatch:
-        pad_id = self._options.encoder.pad_id
-        token = torch.tensor([pad_id])
-        source = EncodedSource(key="", input_ids=token, labels=torch.full_like(token, IGNORE))
-        row = PackedBatch.from_packs([Pack(sources=[source], layout=self._options.policy.layout([1]))], pad_id=pad_id)
-        row.source_keys.clear()
-        return row
+        return blank_row(self._options.policy, pad_id=self._options.encoder.pad_id)

@@ -149,7 +149,7 @@ class ReplayPolicy(PackingPolicy):
         decided = asdict(manifest.policy()) | {"buffer_size": 1, "min_bins": None, "bins_multiple_of": 1}
         return cls(**decided | {"balance": balance, "window": window})
 
-    def admit(self, source: EncodedSource) -> list[EncodedSource]:
+    def admit(self, source: EncodedSource, *, needs_targets: bool = True) -> list[EncodedSource]:
         """The row itself: what is too long, or has no target, was seen to when it was written."""
         return [source]
 
