@@ -37,6 +37,7 @@ from lightning_pack.progress import TrainingProgress
 from lightning_pack.resume import ResumeError, no_position
 from lightning_pack.search_loader import SearchLoader
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
+from lightning_pack.trainer_warnings import warn_endless, warn_without_attention
 from lightning_pack.training_stream import Spread, TrainingStream, settled_by_dry_run
 
 #: What nobody has to give; rows that were written ahead do not contradict it.
@@ -167,6 +168,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self._row_encoder: RowEncoder | None = None
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
+        self._warned = False
 
     @property
     def packing(self) -> PackingPolicy:
@@ -205,6 +207,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        self._warned = False
         self._prepare(*self._data_parallel(self.parallel))
         if stage in (None, "fit"):
             self._set_up_training()
@@ -285,12 +288,21 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if not trainer.strategy.restore_checkpoint_after_setup:
                 # Others restore later, and may ask for the loader before.
                 self._refuse_without_position()
+            self._warn(trainer)
+            if self.epochs is None:
+                warn_endless(trainer)
         if self._stream is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
         loader = self._stream.loader()
         if trainer is not None and self._stream.progress not in trainer.callbacks:  # type: ignore[attr-defined]
             return SearchLoader(loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return loader
+
+    def _warn(self, trainer: pl.Trainer) -> None:
+        # Models that configure_model makes are there once loaders are asked for, the sanity check's before the others.
+        if not self._warned:
+            self._warned = True
+            warn_without_attention(trainer)
 
     def _refuse_without_position(self) -> None:
         path = None if self.trainer is None else self.trainer.ckpt_path
@@ -306,6 +318,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         return self._pass("test")
 
     def _pass(self, split: str) -> PassLoader | list[Any]:
+        if self.trainer is not None:
+            self._warn(self.trainer)
         path = self.path
         if split == "val" and self.val_path is not None:
             path = self.val_path
