@@ -78,7 +78,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         group_by: a field of the records, such as ``"language"``: sources that differ in it do not share a pack. An encoder of
             your own sets ``EncodedSource.group`` instead.
         epochs: passes over the training data, each one epoch of the Trainer, in a new order, with every source in it; training
-            then ends. None is an endless stream.
+            then ends. None is an endless stream, and ``fit`` warns where nothing of the Trainer ends it.
         on_damaged: what happens to a sample that cannot be read: ``"error"`` names it and ends the run, ``"skip"`` leaves it
             out and counts it as ``damaged``.
         worker_timeout: seconds in which a loader worker must read at least one more sample, else it counts as hung.
