@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -168,7 +169,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self._row_encoder: RowEncoder | None = None
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
-        self._warned = False
+        #: What the run at hand was warned about.
+        self._warned: set[Callable[[pl.Trainer], None]] = set()
 
     @property
     def packing(self) -> PackingPolicy:
@@ -207,7 +209,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
-        self._warned = False
+        self._warned.clear()
         self._prepare(*self._data_parallel(self.parallel))
         if stage in (None, "fit"):
             self._set_up_training()
@@ -288,9 +290,9 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if not trainer.strategy.restore_checkpoint_after_setup:
                 # Others restore later, and may ask for the loader before.
                 self._refuse_without_position()
-            self._warn(trainer)
+            self._warn(trainer, warn_without_attention)
             if self.epochs is None:
-                warn_endless(trainer)
+                self._warn(trainer, warn_endless)
         if self._stream is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
         loader = self._stream.loader()
@@ -298,11 +300,18 @@ class EnergonPackDataModule(pl.LightningDataModule):
             return SearchLoader(loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return loader
 
-    def _warn(self, trainer: pl.Trainer) -> None:
-        # Models that configure_model makes are there once loaders are asked for, the sanity check's before the others.
-        if not self._warned:
-            self._warned = True
-            warn_without_attention(trainer)
+    def _warn(self, trainer: pl.Trainer, about: Callable[[pl.Trainer], None]) -> None:
+        # Models that configure_model makes are there once loaders are asked for, and that happens several times. A search has
+        # other callbacks and limits than the fit behind it.
+        if about not in self._warned and not self._searches(trainer):
+            self._warned.add(about)
+            about(trainer)
+
+    def _searches(self, trainer: pl.Trainer) -> bool:
+        """Whether Lightning tries a setting out, for which it takes the callbacks of a fit away."""
+        if trainer.state.fn != TrainerFn.FITTING or self._stream is None:
+            return False
+        return self._stream.progress not in trainer.callbacks  # type: ignore[attr-defined]
 
     def _refuse_without_position(self) -> None:
         path = None if self.trainer is None else self.trainer.ckpt_path
@@ -319,7 +328,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def _pass(self, split: str) -> PassLoader | list[Any]:
         if self.trainer is not None:
-            self._warn(self.trainer)
+            self._warn(self.trainer, warn_without_attention)
         path = self.path
         if split == "val" and self.val_path is not None:
             path = self.val_path

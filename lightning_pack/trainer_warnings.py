@@ -75,6 +75,9 @@ def warn_endless(trainer: pl.Trainer) -> None:
         return
     if any(map(_ends_within_an_epoch, timers)) or _stops_early(settings):
         return
+    # A Tuner ends the fit after its search.
+    if any(getattr(callback, "_early_exit", False) for callback in settings.callbacks):
+        return
     rank_zero_warn(
         "nothing ends this fit: the training stream is endless, and so is its first epoch, "
         f"whatever max_epochs={settings.max_epochs} says. Give the Trainer max_steps, limit_train_batches (batches of an "

@@ -10,7 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateFinder, Timer
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -49,7 +50,7 @@ class Plain(pl.LightningModule):
 
     def __init__(self, model: PreTrainedModel | None = None, *, late: str | None = None) -> None:
         super().__init__()
-        self.model, self.late, self.rows = model, late, 0
+        self.model, self.late, self.rows, self.lr = model, late, 0, 0.1
 
     def configure_model(self) -> None:
         if self.model is None and self.late is not None:
@@ -70,7 +71,7 @@ class Plain(pl.LightningModule):
         return self.training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def llama() -> PreTrainedModel:
@@ -241,6 +242,27 @@ def test_nothing_is_told_of_passes_over_the_data(data: Path) -> None:
     quiet_trainer(max_epochs=-1, limit_val_batches=0).fit(module, online(data, epochs=1))
     assert module.trained
     quiet_trainer(max_epochs=3, limit_val_batches=0).fit(module, online(data, epochs=1))
+
+
+# A search asks for the loader under limits and callbacks of its own, and again afterwards.
+@pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
+def test_a_search_for_the_learning_rate_ends_and_a_fit_behind_it_is_told_of_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = Plain(llama())
+    Tuner(quiet_trainer(limit_val_batches=0, callbacks=[PackedAttention(monitor=False)])).lr_find(
+        module, datamodule=online(data), num_training=3
+    )
+    assert module.rows == 3
+    search, stop = LearningRateFinder(num_training_steps=3), Stop(4)
+    trainer = quiet_trainer(limit_val_batches=0, callbacks=[PackedAttention(monitor=False), search, stop])
+    with pytest.warns(EndlessFitWarning) as found:
+        trainer.fit(Plain(llama()), online(data))
+    assert search.optimal_lr is not None
+    assert stop.stopped
+    assert len(told(found, EndlessFitWarning)) == 1
+    assert not told(found, BoundariesWarning)
 
 
 def test_rows_written_ahead_are_an_endless_stream_too(data: Path, tmp_path: Path) -> None:
