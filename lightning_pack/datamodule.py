@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -37,6 +38,7 @@ from lightning_pack.progress import TrainingProgress
 from lightning_pack.resume import ResumeError, no_position
 from lightning_pack.search_loader import SearchLoader
 from lightning_pack.trainer_checks import must_stay_in_step, refuse_to_train
+from lightning_pack.trainer_warnings import warn_endless, warn_without_attention
 from lightning_pack.training_stream import Spread, TrainingStream, settled_by_dry_run
 
 #: What nobody has to give; rows that were written ahead do not contradict it.
@@ -77,7 +79,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
         group_by: a field of the records, such as ``"language"``: sources that differ in it do not share a pack. An encoder of
             your own sets ``EncodedSource.group`` instead.
         epochs: passes over the training data, each one epoch of the Trainer, in a new order, with every source in it; training
-            then ends. None is an endless stream.
+            then ends. None is an endless stream, and ``fit`` warns where nothing of the Trainer ends it.
         on_damaged: what happens to a sample that cannot be read: ``"error"`` names it and ends the run, ``"skip"`` leaves it
             out and counts it as ``damaged``.
         worker_timeout: seconds in which a loader worker must read at least one more sample, else it counts as hung.
@@ -167,6 +169,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         self._row_encoder: RowEncoder | None = None
         self._stream: TrainingStream | None = None
         self._fitted_by: pl.Trainer | None = None
+        #: What the run at hand was warned about.
+        self._warned: set[Callable[[pl.Trainer], None]] = set()
 
     @property
     def packing(self) -> PackingPolicy:
@@ -205,6 +209,7 @@ class EnergonPackDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open nothing yet, but know what will be read, and refuse what cannot be."""
+        self._warned.clear()
         self._prepare(*self._data_parallel(self.parallel))
         if stage in (None, "fit"):
             self._set_up_training()
@@ -285,12 +290,28 @@ class EnergonPackDataModule(pl.LightningDataModule):
             if not trainer.strategy.restore_checkpoint_after_setup:
                 # Others restore later, and may ask for the loader before.
                 self._refuse_without_position()
+            self._warn(trainer, warn_without_attention)
+            if self.epochs is None:
+                self._warn(trainer, warn_endless)
         if self._stream is None:
             raise RuntimeError("call setup('fit') before train_dataloader()")
         loader = self._stream.loader()
         if trainer is not None and self._stream.progress not in trainer.callbacks:  # type: ignore[attr-defined]
             return SearchLoader(loader)  # type: ignore[return-value]  # for Lightning, which only iterates
         return loader
+
+    def _warn(self, trainer: pl.Trainer, about: Callable[[pl.Trainer], None]) -> None:
+        # Models that configure_model makes are there once loaders are asked for, and that happens several times. A search has
+        # other callbacks and limits than the fit behind it.
+        if about not in self._warned and not self._searches(trainer):
+            self._warned.add(about)
+            about(trainer)
+
+    def _searches(self, trainer: pl.Trainer) -> bool:
+        """Whether Lightning tries a setting out, for which it takes the callbacks of a fit away."""
+        if trainer.state.fn != TrainerFn.FITTING or self._stream is None:
+            return False
+        return self._stream.progress not in trainer.callbacks  # type: ignore[attr-defined]
 
     def _refuse_without_position(self) -> None:
         path = None if self.trainer is None else self.trainer.ckpt_path
@@ -306,6 +327,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
         return self._pass("test")
 
     def _pass(self, split: str) -> PassLoader | list[Any]:
+        if self.trainer is not None:
+            self._warn(self.trainer, warn_without_attention)
         path = self.path
         if split == "val" and self.val_path is not None:
             path = self.val_path
