@@ -377,8 +377,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise RuntimeError("call setup('fit') before load_state_dict()")
         self._stream.restore(state_dict)
 
-    def refusal(self, state: Any, *, ranks: int) -> ValueError | None:
-        """Why ``fit`` on so many data-parallel ranks would not go on from a checkpoint's state, or None if it would.
+    def compared(self, state: Any, *, ranks: int) -> tuple[ValueError | None, str | None]:
+        """Why ``fit`` on so many data-parallel ranks would not go on from a checkpoint's state; else how the data was damaged.
 
         For a datamodule without a Trainer. The data is opened, and compared with the state, but no sample is read.
 
@@ -386,8 +386,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
             state: what a checkpoint holds under the name of this class.
             ranks: data-parallel ranks.
 
+        Returns:
+            The refusal and the warning of ``fit``, None where there is none.
+
         Raises:
             ValueError: if the data cannot be opened.
         """
         self._prepare(0, ranks)
-        return TrainingStream(self.options, spread=self._spread).problem(state, ranks=range(ranks))
+        stream = TrainingStream(self.options, spread=self._spread)
+        problem = stream.problem(state, ranks=range(ranks))
+        return problem, stream.damage(state) if problem is None else None
