@@ -138,8 +138,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"on_mismatch={on_mismatch!r} is not one of 'error', 'restart'")
         if on_damaged not in ("error", "skip"):
             raise ValueError(f"on_damaged={on_damaged!r} is not one of 'error', 'skip'")
-        if isinstance(worker_timeout, bool) or not worker_timeout > 0:
+        if isinstance(worker_timeout, bool) or not isinstance(worker_timeout, int | float) or not worker_timeout > 0:
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
+        if not isinstance(storage_retry, StorageRetry):
+            raise ValueError(
+                f"storage_retry={storage_retry!r}: a StorageRetry is needed, such as StorageRetry(outage_seconds=60)"
+            )
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
         self._packing = packing
