@@ -140,8 +140,12 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise ValueError(f"on_mismatch={on_mismatch!r} is not one of 'error', 'restart'")
         if on_damaged not in ("error", "skip"):
             raise ValueError(f"on_damaged={on_damaged!r} is not one of 'error', 'skip'")
-        if isinstance(worker_timeout, bool) or not worker_timeout > 0:
+        if isinstance(worker_timeout, bool) or not isinstance(worker_timeout, int | float) or not worker_timeout > 0:
             raise ValueError(f"worker_timeout={worker_timeout!r}: a number of seconds above 0 is needed")
+        if not isinstance(storage_retry, StorageRetry):
+            raise ValueError(
+                f"storage_retry={storage_retry!r}: a StorageRetry is needed, such as StorageRetry(outage_seconds=60)"
+            )
         self.path = location(path)
         self.val_path = None if val_path is None else location(val_path)
         self._packing = packing
@@ -400,8 +404,8 @@ class EnergonPackDataModule(pl.LightningDataModule):
             raise RuntimeError("call setup('fit') before load_state_dict()")
         self._stream.restore(state_dict)
 
-    def refusal(self, state: Any, *, ranks: int) -> ValueError | None:
-        """Why ``fit`` on so many data-parallel ranks would not go on from a checkpoint's state, or None if it would.
+    def compared(self, state: Any, *, ranks: int) -> tuple[ValueError | None, str | None]:
+        """Why ``fit`` on so many data-parallel ranks would not go on from a checkpoint's state; else how the data was damaged.
 
         For a datamodule without a Trainer. The data is opened, and compared with the state, but no sample is read.
 
@@ -409,8 +413,13 @@ class EnergonPackDataModule(pl.LightningDataModule):
             state: what a checkpoint holds under the name of this class.
             ranks: data-parallel ranks.
 
+        Returns:
+            The refusal and the warning of ``fit``, None where there is none.
+
         Raises:
             ValueError: if the data cannot be opened.
         """
         self._prepare(0, ranks)
-        return TrainingStream(self.options, spread=self._spread).problem(state, ranks=range(ranks))
+        stream = TrainingStream(self.options, spread=self._spread)
+        problem = stream.problem(state, ranks=range(ranks))
+        return problem, stream.damage(state) if problem is None else None

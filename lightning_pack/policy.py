@@ -221,10 +221,13 @@ class PackingPolicy:
             final: whether no more sources come.
 
         Raises:
-            ValueError: for a source without tokens.
+            ValueError: for a source without tokens, and for ages, keys or media that are not one for each source.
             OverlengthError: for a source that fits in no row.
         """
         aligned = self._all_aligned(lengths)
+        for name, each in (("ages", ages), ("keys", keys), ("media", media)):
+            if each is not None and len(each) != len(aligned):
+                raise ValueError(f"{name} of {len(each)} sources were given with lengths of {len(aligned)}: one each is needed")
         if not aligned:
             return []
         none, limit = [0] * len(aligned), self.age_limit or DEFAULT_AGE_LIMIT

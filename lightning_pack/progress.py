@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_pack import agreement
@@ -150,6 +151,9 @@ class TrainingProgress(RewindingCallback, Generic[Loader]):
             # The module has skipped the rest of the epoch: Lightning drops the gradients of the window.
             self._step_done()
         self._stop_after_last_pass(trainer)
+        epochs, most = trainer.current_epoch + 1, trainer.max_epochs
+        if self.loader.finished and most is not None and epochs < most:
+            rank_zero_info(f"The passes over the data that epochs asks for are over: training ends before max_epochs={most}.")
         self._interrupt.release()
 
     def _stop_after_last_pass(self, trainer: pl.Trainer) -> None:

@@ -164,6 +164,11 @@ def saved_settings(state: Any) -> dict[str, Any]:
         ResumeError: for a state of another version.
         StateError: if the state is not one that this package writes.
     """
+    if not state:
+        raise ResumeError(
+            "the checkpoint's data position is empty: the checkpoint was not saved while training, or its position was taken "
+            f"out. {RESTART} {NEW_RUN}"
+        )
     found = state.get("version") if type(state) is dict else None
     if type(found) is not int or found != STATE_VERSION:
         raise ResumeError(

@@ -140,11 +140,8 @@ class TrainingStream:
         if problem is not None:
             self.refuse_or_restart(problem, point=point_of(state))
             return
-        if damage := different_settings(state["settings"], self.settings):
-            rank_zero_warn(
-                "on_damaged='skip': the data is not what it was when the checkpoint was saved; what cannot be read is left out "
-                "and counted as damaged:\n" + "\n".join(damage)
-            )
+        if damage := self.damage(state):
+            rank_zero_warn(damage)
         if self.policy.algorithm == "auto":
             # Saved before there was a choice, that is at the beginning.
             self._begin_unsettled()
@@ -163,6 +160,16 @@ class TrainingStream:
             workers={rank: self._spread.workers(rank) for rank in ranks},
             options=self.progress.loader.options,
             epochs=self._spread.epochs,
+        )
+
+    def damage(self, state: Mapping[str, Any]) -> str | None:
+        """What a run that goes on from a state without a :meth:`problem` is to be told: how the data changed since."""
+        changed = different_settings(state["settings"], self.settings)
+        if not changed:
+            return None
+        return (
+            "on_damaged='skip': the data is not what it was when the checkpoint was saved; what cannot be read is left out and "
+            "counted as damaged, what can be read is taken as it is now:\n" + "\n".join(changed)
         )
 
     def refuse_or_restart(self, problem: ValueError, *, point: ResumePoint | None = None) -> None:

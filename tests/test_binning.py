@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -417,6 +418,9 @@ def test_options_of_packers() -> None:
     [
         ([3, 9], {}, "source 1 has 9 tokens, more than capacity=8: raise the capacity"),
         ([3, 0], {}, "source 1 has 0 tokens"),
+        ([3, 2.5], {}, "length 1=2.5: a whole number"),
+        ([3, "4"], {}, "length 1='4': a whole number"),
+        (np.ones((2, 2), dtype=int), {}, r"length 0=\[1, 1\]: a whole number"),
         (
             [3],
             {"seed": 1},
@@ -437,6 +441,14 @@ def test_options_of_packers() -> None:
 def test_impossible_requests_are_refused(lengths: list[int], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack(lengths, 8, **{"algorithm": "concatenative", **arguments})
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_lengths_may_be_numbers_of_numpy_and_torch(name: str) -> None:
+    plain = [5, 3, 6, 2, 2, 7]
+    expected = get_packer(name)(plain, 8)
+    for lengths in (np.array(plain), [np.int32(length) for length in plain], torch.tensor(plain), [*torch.tensor(plain)]):
+        assert get_packer(name)(lengths, 8) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PACKERS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pack import EnergonPackDataModule, PackedBatch
+from lightning_pack import EnergonPackDataModule, PackedBatch, PackingPolicy
 from lightning_pack.energon.position import DamagedDataError
 from lightning_pack.resume import ResumeError
 from tests.numbers_data import same_batch
@@ -160,6 +160,18 @@ def test_an_endless_stream_of_which_nothing_can_be_read_ends(data: Path) -> None
     resumed.end()
 
 
-def test_a_mistaken_option_is_refused(numbers: Path) -> None:
-    with pytest.raises(ValueError, match=r"on_damaged='ignore' is not one of 'error', 'skip'"):
-        Run(numbers, num_workers=0, on_damaged="ignore")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"on_damaged": "ignore"}, r"on_damaged='ignore' is not one of 'error', 'skip'"),
+        ({"worker_timeout": "5"}, r"worker_timeout='5': a number of seconds above 0"),
+    ],
+)
+def test_a_mistaken_option_is_refused(numbers: Path, option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run(numbers, num_workers=0, **option)
+
+
+def test_a_retry_of_another_kind_is_refused(numbers: Path) -> None:
+    with pytest.raises(ValueError, match=r"storage_retry=60: a StorageRetry is needed"):
+        EnergonPackDataModule(str(numbers), packing=PackingPolicy(capacity=64), storage_retry=60)  # type: ignore[arg-type]

@@ -168,6 +168,11 @@ def test_against_the_same_and_other_configurations(trained: Path, tmp_path: Path
     shard.write_bytes(content)
     code, out = inspected(*against, "--data.path", moved, capsys=capsys)
     assert (code, "data: train-0001.tar has content" in out) == (1, True)
+    code, out = inspected(*against, "--data.path", moved, "--data.on_damaged", "skip", capsys=capsys)
+    assert (code, "WOULD RESUME, but not exactly\non_damaged='skip'" in out, "never stopped" in out) == (0, True, False)
+    assert "data: train-0001.tar has content" in out
+    code, out = inspected(*against, "--data.path", trained / "data", "--data.on_damaged", "skip", capsys=capsys)
+    assert (code, "WOULD RESUME: the next batches are those of the run that never stopped" in out) == (0, True)
 
 
 def test_wrong_usage(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

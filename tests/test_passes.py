@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,15 @@ def test_a_trainer_that_asks_for_more_than_the_passes_is_refused(numbers: Path, 
     options = Options(data=str(numbers), epochs=2, trainer={"max_epochs": -1} | asks)
     with pytest.raises(ValueError, match=r"epochs=2 passes over the data, but min_steps=.* asks for more"):
         trainer(options).fit(Recorder(), datamodule(options))
+
+
+@pytest.mark.parametrize(("max_epochs", "told"), [(3, True), (2, False), (-1, False)])
+def test_a_trainer_whose_epochs_are_more_than_the_passes_says_why_it_ends(
+    numbers: Path, caplog: pytest.LogCaptureFixture, max_epochs: int, told: bool
+) -> None:
+    options = Options(data=str(numbers), epochs=2, trainer={"max_epochs": max_epochs})
+    running = trainer(options)
+    with caplog.at_level(logging.INFO):
+        running.fit(Recorder(), datamodule(options))
+    assert running.current_epoch == 2
+    assert ("training ends before max_epochs=3" in caplog.text) == told

@@ -166,3 +166,9 @@ def test_fingerprint_names_every_setting() -> None:
         "fixed_boundaries", "min_bins", "bins_multiple_of", "delta", "balance", "window", "seed",
         "max_media_tokens", "max_media_bytes", "buffer_media_tokens", "buffer_media_bytes",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given"), [("ages", [1]), ("keys", ["a", "b", "c"]), ("media", [])])
+def test_what_is_told_of_the_sources_of_a_buffer_is_one_for_each(name: str, given: list[Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{name} of {len(given)} sources were given with lengths of 2"):
+        PackingPolicy(capacity=8).choose([3, 4], **{name: given})

@@ -31,11 +31,13 @@ def fitting(lengths: Sequence[int], capacity: int) -> list[int]:
     """``lengths`` as a list of ints, none of them empty or longer than ``capacity`` (in tokens).
 
     Raises:
-        ValueError: naming the first source that is, or a capacity below 1.
+        ValueError: naming the first source that is, a length that is no whole number, or a capacity below 1.
     """
     capacity = whole("capacity", capacity, least=1)
     # Arrays of numbers give Python's own ints, with which the packers are several times as fast.
     values: list[int] = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+    if set(map(type, values)) - {int}:
+        values = [whole(f"length {index}", length, least=0) for index, length in enumerate(values)]
     if values and (min(values) < 1 or max(values) > capacity):
         index, length = next((i, n) for i, n in enumerate(values) if not 1 <= n <= capacity)
         if length < 1:

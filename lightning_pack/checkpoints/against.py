@@ -17,8 +17,9 @@ class Verdict:
     """What ``fit`` would do with a checkpoint.
 
     Args:
-        resumes: whether the batches would go on exactly.
+        resumes: whether the batches would go on, exactly where there is no ``damage``.
         problem: why not, in the words of ``fit``; None if it would.
+        damage: how the data differs from what it was, where that is no reason to refuse (``on_damaged="skip"``).
         restarts: whether ``fit`` would go on regardless, with the data from its beginning (``on_mismatch="restart"``).
         ranks: data-parallel ranks that were assumed.
         ranks_from: what says so.
@@ -26,6 +27,7 @@ class Verdict:
 
     resumes: bool
     problem: str | None
+    damage: str | None
     restarts: bool
     ranks: int
     ranks_from: str
@@ -34,7 +36,11 @@ class Verdict:
         """In words."""
         yield f"Against {config}, on {self.ranks} data-parallel {'rank' if self.ranks == 1 else 'ranks'} ({self.ranks_from}):"
         if self.resumes:
-            yield "WOULD RESUME: the next batches are those of the run that never stopped"
+            if self.damage is None:
+                yield "WOULD RESUME: the next batches are those of the run that never stopped"
+            else:
+                yield "WOULD RESUME, but not exactly"
+                yield self.damage
             yield "(in the data; settings of model and Trainer, which fit compares too, are not looked at here)"
             return
         yield "WOULD START THE DATA OVER (on_mismatch='restart')" if self.restarts else "WOULD NOT RESUME"
@@ -54,6 +60,7 @@ def verdict_of(
         ranks_from: where that number comes from.
     """
     problem: ValueError | None = None
+    damage: str | None = None
     restarts = False
     name = type(datamodule).__qualname__
     if not Contents.of(checkpoint, path).trainable:
@@ -65,7 +72,7 @@ def verdict_of(
             problem = ResumeError(f"{problem}\n(It holds one for {other!r:.80}.)")
     else:
         try:
-            problem = datamodule.refusal(checkpoint[name], ranks=ranks)
+            problem, damage = datamodule.compared(checkpoint[name], ranks=ranks)
             restarts = problem is not None and datamodule.on_mismatch == "restart"
         except ValueError as e:
             # Of the data, which fit cannot open either.
@@ -74,7 +81,8 @@ def verdict_of(
                 made = f"lightning-pack prepare {datamodule.prepare} {datamodule.path}"
                 problem = ValueError(f"{e}. 'fit' would make it first; '{made}' does so now, to be compared")
     text = None if problem is None else str(problem)
-    return Verdict(resumes=problem is None, problem=text, restarts=restarts, ranks=ranks, ranks_from=ranks_from)
+    resumes = problem is None
+    return Verdict(resumes=resumes, problem=text, damage=damage, restarts=restarts, ranks=ranks, ranks_from=ranks_from)
 
 
 def ranks_of(trainer: Mapping[str, Any], datamodule: EnergonPackDataModule) -> tuple[int, str] | None:
