@@ -135,6 +135,8 @@ def test_errors_of_the_operating_system_say_what_to_do() -> None:
     assert cli._message(full) == (
         "/runs/a.ckpt: No space left on device (make room there and where the output goes, or choose a folder on another disk)"
     )
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/a")
+    assert cli._message(gone).startswith("/runs/a: No such file or directory (correct the path: ")
     assert cli._message(OSError("our own words")) == "our own words"
     assert cli._message(OSError(errno.EIO, "Input/output error")) == "Input/output error"
 
