@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
@@ -161,11 +161,11 @@ class PackCLI(LightningCLI):
             read_checkpoint(Path(path))
             raise
         now = self._model_settings()
-        different = [name for name in given if given[name] != now.get(name)]
+        different = [line for name in given for line in _different(f"model.{name}", now.get(name), given[name])]
         if different:
-            values = "".join(f"\n  model.{n}: {now.get(n)!r} in the checkpoint, {given[n]!r} now" for n in different)
+            values = "\n  ".join(different)
             raise ValueError(
-                f"{path} holds a model with other settings:{values}\nSet them back to what the checkpoint says, or start a "
+                f"{path} holds a model with other settings:\n  {values}\nSet them back to what the checkpoint says, or start a "
                 "new run"
             )
 
@@ -214,6 +214,19 @@ class PackCLI(LightningCLI):
     def _model_settings(self) -> dict[str, Any]:
         settings = self.config[self.config.subcommand].get("model")
         return {} if settings is None else settings.as_dict()
+
+
+def _different(name: str, saved: Any, now: Any) -> Iterator[str]:
+    """What differs of two values, inside parts of a configuration by their own names."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for part in {**saved, **now}:
+            if part in saved and part in now:
+                yield from _different(f"{name}.{part}", saved[part], now[part])
+            else:
+                old, new = (repr(value[part]) if part in value else "not set" for value in (saved, now))
+                yield f"{name}.{part}: {old} in the checkpoint, {new} now"
+    elif saved != now:
+        yield f"{name}: {saved!r} in the checkpoint, {now!r} now"
 
 
 class _ConfigReader(PackCLI):
