@@ -211,6 +211,8 @@ _WAYS_OUT = {
     errno.EROFS: "choose a folder that can be written to",
     errno.ENOSPC: "make room there and where the output goes, or choose a folder on another disk",
     errno.EDQUOT: "make room within your quota, or choose a folder on another disk",
+    errno.ENOENT: "correct the path: what it names, or the folder around it, is not there",
+    errno.EISDIR: "a folder stands where a file is needed: choose another path",
     errno.ENOTDIR: "a file stands where a folder is needed: choose another path",
     errno.EEXIST: "a file stands where a folder is needed: choose another path",
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n), or use fewer shards and workers",

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
@@ -25,6 +25,7 @@ from lightning_pack.checkpoints.file import checkpoints_in, read_checkpoint
 from lightning_pack.datamodule import EnergonPackDataModule
 from lightning_pack.location import location
 from lightning_pack.module import PackedCausalLM
+from lightning_pack.nested_options import with_whole_parts
 from lightning_pack.offline.manifest import Manifest
 from lightning_pack.run_folder import own_folders, warn_of_older_checkpoints
 
@@ -41,15 +42,20 @@ _WARNINGS = (
 )
 
 
+def _said(parser: LightningArgumentParser, args: list[str], *, capacity: str = "1") -> Namespace:
+    """What arguments and configuration files set, without defaults."""
+    args = [arg for arg in args if not _asks_to_print(arg)]
+    # A capacity is required then; this one comes first, so that one that is given takes its place.
+    first = [args[0], "--data.packing.capacity", capacity, *args[1:]]
+    config = parser.parse_args(first, defaults=False, _skip_validation=True)
+    return config[config.subcommand]
+
+
 def _given_packing(parser: LightningArgumentParser, args: list[str]) -> frozenset[str]:
     """Names of the packing rules that arguments and configuration files set."""
-    args = [arg for arg in args if not _asks_to_print(arg)]
     found = []
     for capacity in ("1", "2"):
-        # Without defaults a capacity is required; this one comes first, so that one that is given takes its place.
-        first = [args[0], "--data.packing.capacity", capacity, *args[1:]]
-        config = parser.parse_args(first, defaults=False, _skip_validation=True)
-        found.append(config[config.subcommand].data.packing)
+        found.append(_said(parser, args, capacity=capacity).data.packing)
     names = set(found[0].keys())
     return frozenset(names if found[0].capacity == found[1].capacity else names - {"capacity"})
 
@@ -94,6 +100,8 @@ class _Parser(LightningArgumentParser):
                 "\nA configuration sets them, and all others: --config FILE (configs/README.md lists some to start from); or "
                 "give them one by one"
             )
+        if message.startswith("Unexpected config:"):
+            return "\nA configuration file holds settings by their names (configs/README.md lists some to start from)"
         # What is wrong in a configuration file, the parser of all commands tells.
         parsers = [self, *(self._subcommands_action._name_parser_map.values() if self._subcommands_action else ())]
         options = [
@@ -127,6 +135,7 @@ class PackCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse a list of arguments that came from the command line itself."""
+        args = with_whole_parts(args, lambda others: _said(parser, others).model.model)
         if any(map(_asks_to_print, args)):
             printed = self._parser(args[0])
             assert isinstance(printed, _Parser)
@@ -152,11 +161,11 @@ class PackCLI(LightningCLI):
             read_checkpoint(Path(path))
             raise
         now = self._model_settings()
-        different = [name for name in given if given[name] != now.get(name)]
+        different = [line for name in given for line in _different(f"model.{name}", now.get(name), given[name])]
         if different:
-            values = "".join(f"\n  model.{n}: {now.get(n)!r} in the checkpoint, {given[n]!r} now" for n in different)
+            values = "\n  ".join(different)
             raise ValueError(
-                f"{path} holds a model with other settings:{values}\nSet them back to what the checkpoint says, or start a "
+                f"{path} holds a model with other settings:\n  {values}\nSet them back to what the checkpoint says, or start a "
                 "new run"
             )
 
@@ -205,6 +214,19 @@ class PackCLI(LightningCLI):
     def _model_settings(self) -> dict[str, Any]:
         settings = self.config[self.config.subcommand].get("model")
         return {} if settings is None else settings.as_dict()
+
+
+def _different(name: str, saved: Any, now: Any) -> Iterator[str]:
+    """What differs of two values, inside parts of a configuration by their own names."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for part in {**saved, **now}:
+            if part in saved and part in now:
+                yield from _different(f"{name}.{part}", saved[part], now[part])
+            else:
+                old, new = (repr(value[part]) if part in value else "not set" for value in (saved, now))
+                yield f"{name}.{part}: {old} in the checkpoint, {new} now"
+    elif saved != now:
+        yield f"{name}: {saved!r} in the checkpoint, {now!r} now"
 
 
 class _ConfigReader(PackCLI):

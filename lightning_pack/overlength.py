@@ -19,11 +19,11 @@ class OverlengthError(ValueError):
     """A source is longer than a row may be, and the policy says ``overlength="error"``."""
 
 
-def too_long(what: str, length: int, *, capacity: int) -> OverlengthError:
-    """The error for a source of so many tokens."""
+def too_long(what: str, length: int, *, capacity: int, whole: bool = False) -> OverlengthError:
+    """The error for a source of so many tokens; a whole one cannot be cut."""
     return OverlengthError(
         f"{what} has {length} tokens, more than capacity={capacity}: raise the capacity, shorten the data, "
-        "or choose overlength='drop' or 'truncate' ('split' for plain text)"
+        + ("or choose overlength='drop'" if whole else "or choose overlength='drop' or 'truncate' ('split' for plain text)")
     )
 
 
@@ -68,7 +68,7 @@ def admitted(
         return [EncodedSource.dropped(source.key, "media_budget", length)]
     if length > capacity:
         if rule == "error":
-            raise too_long(f"sample {source.key!r}", length, capacity=capacity)
+            raise too_long(f"sample {source.key!r}", length, capacity=capacity, whole=source.has_media)
         if rule == "split" and source.splittable:
             return _pieces(source, capacity)
         if rule != "truncate":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 
@@ -63,16 +64,30 @@ def _config(source: dict[str, Any]) -> Any:
     unknown = sorted(_unknown_names(CONFIG_MAPPING[model_type], values))
     if unknown:
         raise ValueError(f"the configuration of {model_type!r} has no {', '.join(unknown)}: correct or remove it")
-    return AutoConfig.for_model(model_type, **values)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except StrictDataclassError as error:
+        raise ValueError(
+            f"transformers refuses the configuration of {model_type!r}: {' '.join(str(error).split())}: correct it"
+        ) from error
 
 
 def _unknown_names(kind: type, values: dict[str, Any]) -> Iterator[str]:
     # transformers keeps whatever it is given, so a misspelt size would silently keep its default. Some models read fields that
     # their configuration does not declare, so the code of the model has a say.
-    default = kind()
-    known = {"rope_theta", "rope_scaling"} if hasattr(default, "rope_parameters") else set()
     model = _auto_class(kind)._model_mapping.get(kind, None)
     code = inspect.getsource(sys.modules[model.__module__]) if isinstance(model, type) else ""
-    for name in values:
-        if name not in known and not hasattr(default, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", code):
-            yield name
+    yield from _unknown_to(kind, values, code)
+
+
+def _unknown_to(kind: Any, values: dict[str, Any], code: str, part: str = "") -> Iterator[str]:
+    default = kind()
+    known = {"rope_theta", "rope_scaling"} if hasattr(default, "rope_parameters") else set()
+    for name, value in values.items():
+        inner = getattr(kind, "sub_configs", {}).get(name)
+        if isinstance(inner, type) and inner is not AutoConfig and isinstance(value, dict):
+            # Those of the encoder or decoder inside, which may be told what they are.
+            own = {field: given for field, given in value.items() if field != "model_type"}
+            yield from _unknown_to(inner, own, code, f"{part}{name}.")
+        elif name not in known and not hasattr(default, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", code):
+            yield part + name

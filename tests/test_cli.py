@@ -209,6 +209,32 @@ def test_configuration_errors_name_the_key(tmp_path: Path, config: dict[str, Any
         assert "Traceback" not in error
     assert refused("fit", "--data.path", "x") == 2
     assert "model.model" in capsys.readouterr().err
+    (tmp_path / "empty.yaml").write_text("")
+    assert refused("fit", "--config", str(tmp_path / "empty.yaml")) == 2
+    assert "A configuration file holds settings by their names" in capsys.readouterr().err
+
+
+def test_an_option_changes_one_value_inside_a_part_of_the_model(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [2, 1, 1]}
+    parts = {"text_config": {"hidden_size": 32, "rope_parameters": rope}, "vision_config": {"depth": 2, "hidden_act": "silu"}}
+    config["model"]["model"] = {"model_type": "qwen3_vl", "image_token_id": 5, **parts}
+    path = written(config, tmp_path / "a.yaml")
+    given = ["--model.model.vision_config.depth", "3", "--model.model.text_config.rope_parameters.rope_theta=3e4"]
+    more = ["--model.model.vision_config.fullatt", "[1, 2]", "--model.model.image_token_id", "6", "--model.model.more.a.b", "x"]
+    assert refused("fit", "--config", path, *given, *more, "--print_config") == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["model"]["model"]
+    assert printed == {
+        "model_type": "qwen3_vl",
+        "image_token_id": 6,
+        "text_config": {"hidden_size": 32, "rope_parameters": {**rope, "rope_theta": 30000.0}},
+        "vision_config": {"depth": 3, "hidden_act": "silu", "fullatt": [1, 2]},
+        "more": {"a": {"b": "x"}},
+    }
+    # And what goes wrong in what follows is said as ever.
+    assert refused("fit", "--config", path, *given, "--data.num_workers", "many") == 2
+    assert "data.num_workers" in capsys.readouterr().err
 
 
 def test_errors_are_one_message_and_the_traceback_is_there_on_request(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -294,7 +294,7 @@ def test_files_that_are_no_checkpoint_of_ours(tmp_path: Path, capsys: pytest.Cap
         ("text.ckpt", "no checkpoint that torch.save wrote"),
         ("list.ckpt", "holds a list"),
         ("empty", "holds no checkpoint"),
-        ("nowhere.ckpt", "there is no checkpoint at"),
+        ("nowhere.ckpt", "name one, or the folder that a run saved to"),
     ):
         code, out = inspected(tmp_path / name, capsys=capsys)
         assert (code, text in out, "Traceback" in out) == (1, True, False), out

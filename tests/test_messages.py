@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_pack import EnergonPackDataModule, cli
-from lightning_pack.lightning_cli import _refuse_no_checkpoint
+from lightning_pack.lightning_cli import _different, _refuse_no_checkpoint
 from lightning_pack.location import require_dataset, require_own_tokenizer
 from lightning_pack.prepare import PreparedDataset, prepare_jsonl, prepare_stdlib
 from lightning_pack.trainer_checks import refuse_to_train
@@ -130,11 +130,25 @@ def test_a_checkpoint_path_that_names_none(tmp_path: Path) -> None:
     _refuse_no_checkpoint(str(tmp_path / "b.ckpt"))
 
 
+def test_of_a_model_with_other_settings_only_those_that_differ_are_named() -> None:
+    saved = {"hidden_size": 64, "vision_config": {"depth": 2, "rope": {"theta": 1.0}, "act": "gelu"}}
+    now = {"hidden_size": 64, "vision_config": {"depth": 3, "rope": {"theta": 1.0}, "window": None}}
+    assert list(_different("model.model", saved, saved)) == []
+    assert list(_different("model.model", saved, now)) == [
+        "model.model.vision_config.depth: 2 in the checkpoint, 3 now",
+        "model.model.vision_config.act: 'gelu' in the checkpoint, not set now",
+        "model.model.vision_config.window: not set in the checkpoint, None now",
+    ]
+    assert list(_different("model.lora", None, {"rank": 4})) == ["model.lora: None in the checkpoint, {'rank': 4} now"]
+
+
 def test_errors_of_the_operating_system_say_what_to_do() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/runs/a.ckpt")
     assert cli._message(full) == (
         "/runs/a.ckpt: No space left on device (make room there and where the output goes, or choose a folder on another disk)"
     )
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/a")
+    assert cli._message(gone).startswith("/runs/a: No such file or directory (correct the path: ")
     assert cli._message(OSError("our own words")) == "our own words"
     assert cli._message(OSError(errno.EIO, "Input/output error")) == "Input/output error"
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.module import PackedCausalLM, learning_rate_factor
+from lightning_pack.pretrained import _unknown_names
 from lightning_pack.row import PackedBatch
 from tests.tiny_models import (
     LENGTHS,
@@ -77,12 +79,33 @@ def test_what_is_no_folder_is_refused(place: str) -> None:
         ({"model_type": "lama"}, "model_type='lama' of the model's configuration is not known"),
         ({**tiny_config("llama"), "num_layers": 3}, "configuration of 'llama' has no num_layers: correct or remove it"),
         ({**tiny_config("llama"), "hidden_sise": 64, "rope_theta": 1e4}, "configuration of 'llama' has no hidden_sise: "),
+        (
+            {"model_type": "qwen3_vl", "vision_config": {"dept": 3}, "text_config": {"hidden_size": 64}},
+            "configuration of 'qwen3_vl' has no vision_config.dept: correct or remove it",
+        ),
+        (
+            {"model_type": "qwen3_vl", "text_config": {"hidden_sise": 64, "rope_theta": 1e4, "model_type": "qwen3_vl_text"}},
+            "configuration of 'qwen3_vl' has no text_config.hidden_sise: ",
+        ),
+        (
+            {"model_type": "qwen3_vl", "vision_config": {"depth": "two"}},
+            "refuses the configuration of 'qwen3_vl': .*'depth'.*'two'.*: correct it",
+        ),
+        ({**tiny_config("llama"), "hidden_size": 9, "num_attention_heads": 2}, "refuses the configuration of 'llama': .*9"),
         ({**tiny_config("qwen3_moe"), "output_router_logits": True}, "output_router_logits=True.*no router loss"),
     ],
 )
 def test_bad_configurations_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         built(config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"])
+def test_a_configuration_that_transformers_saves_has_no_unknown_name(kind: str) -> None:
+    saved = CONFIG_MAPPING[kind]().to_dict()
+    del saved["model_type"]
+    assert len(saved) > 5
+    assert list(_unknown_names(CONFIG_MAPPING[kind], saved)) == []
 
 
 @pytest.mark.parametrize(

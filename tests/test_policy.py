@@ -101,8 +101,12 @@ def test_overlength_rules() -> None:
     assert (len(gone), gone.left_out) == (0, ("chat", "overlength", 25))
     (cut,) = PackingPolicy(capacity=10, overlength="truncate").admit(long)
     assert (cut.input_ids.tolist(), cut.left_out) == (list(range(1, 11)), ("chat", "truncated", 15))
-    with pytest.raises(OverlengthError, match=r"sample 'chat' has 25 tokens, more than capacity=10: .*overlength='drop'"):
+    with pytest.raises(OverlengthError, match=r"sample 'chat' has 25 tokens, more than capacity=10: .*overlength='drop' or"):
         PackingPolicy(capacity=10, overlength="error").admit(long)
+    seen = dataclasses.replace(long, media_tokens=4)
+    assert seen.has_media
+    with pytest.raises(OverlengthError, match=r"'chat' has 25 tokens, .* shorten the data, or choose overlength='drop'$"):
+        PackingPolicy(capacity=10, overlength="error").admit(seen)
     # A chat is never split, only a plain text.
     (gone,) = PackingPolicy(capacity=10, overlength="split").admit(long)
     assert gone.left_out == ("chat", "overlength", 25)

@@ -132,6 +132,26 @@ def test_videos_and_sounds_of_a_record_are_not_passed_over(field: str) -> None:
     assert encoded(picture(0), **{field: []}).media_tokens > 0
 
 
+def test_a_damaged_image_is_one_whatever_its_reader_raises() -> None:
+    content = bytearray(saved(photograph().convert("RGBA"), "DDS"))
+    assert EncodedImage("a.dds", bytes(content)).size()
+    content[80:84] = bytes(4)  # the kind of its pixels
+    with pytest.raises(NotImplementedError):
+        Image.open(io.BytesIO(bytes(content)))
+    with pytest.raises(LeaveOut, match=r"image 'a\.dds' cannot be read \(NotImplementedError: ") as caught:
+        EncodedImage("a.dds", bytes(content)).size()
+    assert caught.value.reason == "image"
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG"])
+def test_of_an_animation_the_first_frame_is_seen(kind: str) -> None:
+    first, second = (Image.new("RGB", (60, 40), color) for color in ("red", "blue"))
+    content = saved(first, kind, save_all=True, append_images=[second])
+    with Image.open(io.BytesIO(content)) as image:
+        assert image.n_frames == 2
+    assert EncodedImage("a", content).decoded().getcolors() == [(2400, (255, 0, 0))]
+
+
 def test_postscript_is_not_run() -> None:
     content = saved(photograph().convert("RGB"), "EPS")
     assert content.startswith(b"%!PS")

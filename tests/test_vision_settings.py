@@ -11,10 +11,19 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_pack import EnergonPackDataModule, PackedAttention, PackedCausalLM, PackingPolicy, ParallelLayout
 from lightning_pack.encoders import VisionChatEncoder
+from lightning_pack.encoders.vision_checks import check_model
 from lightning_pack.trainer_checks import refuse_pipeline, require_packed
 from tests.test_vision_rows import vision_row, vision_sources
 from tests.tiny_models import Rows, make_sources, pack_row, quiet_trainer, tiny_config
-from tests.tiny_vision import image_processor, sample, vision_config, vision_encoder, vision_tokenizer, write_shards
+from tests.tiny_vision import (
+    image_processor,
+    sample,
+    vision_config,
+    vision_encoder,
+    vision_model,
+    vision_tokenizer,
+    write_shards,
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +79,15 @@ def test_model_and_encoder_that_do_not_match(
     with pytest.raises(ValueError, match=message):
         trainer.fit(PackedCausalLM(config), data)
     assert trainer.global_step == 0
+
+
+def test_a_width_by_another_name_is_compared_too() -> None:
+    encoder = vision_encoder("qwen2_vl")
+    config = vision_model("qwen2_vl").config
+    check_model(encoder.images, config, model="mine")
+    config.vision_config.hidden_size = 32
+    with pytest.raises(ValueError, match="hidden_size=32 of the vision_config of mine, and hidden_size=64 of its text_config"):
+        check_model(encoder.images, config, model="mine")
 
 
 def test_context_parallel_ranks_do_not_share_images(chats: Path) -> None:

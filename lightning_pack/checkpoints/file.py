@@ -34,7 +34,10 @@ def content_file(path: Path) -> Path:
             raise UnreadableCheckpointError(f"{path} is a sharded checkpoint without its {META}, so its writing was cut off")
         raise UnreadableCheckpointError(f"{path} is a folder that holds no {META}, so it is no checkpoint that Lightning wrote")
     if not path.exists():
-        raise UnreadableCheckpointError(f"there is no checkpoint at {str(path)!r}")
+        raise UnreadableCheckpointError(
+            f"there is no checkpoint at {str(path)!r}: name one, or the folder that a run saved to (in its "
+            "configuration, the dirpath of the checkpoint callback)"
+        )
     return path
 
 

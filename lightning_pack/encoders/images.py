@@ -36,8 +36,9 @@ _TURNS = dict(
         strict=True,
     )
 )
-#: What Pillow raises for files that are no images, or whose content ends too early.
-_BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
+#: What Pillow raises for files that are no images, or whose content ends too early; readers of some formats, such as AVIF,
+#: give up with a RuntimeError.
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, struct.error, zlib.error)
 
 
 #: Formats that are named where another cannot be read.

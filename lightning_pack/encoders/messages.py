@@ -72,7 +72,9 @@ def checked_text(value: Any, what: str, problem: str) -> str:
         LeaveOut: if it is no string, blank, or no text.
     """
     if not isinstance(value, str):
-        raise LeaveOut("corrupt", f"{what} is of type {type(value).__name__}, not a string", "content not a string")
+        # Which an encoder of images reads.
+        parts = " (parts need the family of a vision-language model: vision, or --vision)" if isinstance(value, list) else ""
+        raise LeaveOut("corrupt", f"{what} is of type {type(value).__name__}, not a string{parts}", "content not a string")
     if not value.strip():
         raise LeaveOut("empty", f"{what} is blank", problem)
     try:

@@ -116,10 +116,12 @@ def check_model(images: ImageReader, config: Any, *, model: str) -> None:
                 f"{ours}={given} of the image processor, and {theirs}={known} of the vision_config of {model}: images would be "
                 "cut in other patches than the model takes; use the image processor of the model, or make the settings equal"
             )
-    width = getattr(vision, "out_hidden_size", None)
+    # Qwen2-VL calls the width inside embed_dim.
+    name = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
+    width = getattr(vision, name, None)
     if width is not None and width != text.hidden_size:
         raise ValueError(
-            f"out_hidden_size={width} of the vision_config of {model}, and hidden_size={text.hidden_size} of its text_config: "
+            f"{name}={width} of the vision_config of {model}, and hidden_size={text.hidden_size} of its text_config: "
             "an image's features take the place of embeddings, so make them equal"
         )
 

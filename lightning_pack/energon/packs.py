@@ -223,9 +223,10 @@ class PackStream:
         self._left_out_in_a_row[source.left_out.reason] += 1
         if (count := self._left_out_in_a_row.total()) >= MOST_LEFT_OUT_IN_A_ROW:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._left_out_in_a_row.most_common())
+            tokens = f" of {source.left_out.tokens:,} tokens" if source.left_out.tokens else ""
             why = f": {source.why[:_MOST_SHOWN]}" if source.why else ""
             raise ValueError(
-                f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}{why}): "
+                f"{count} sources in a row cannot be trained on ({reasons}; the last is {source.left_out.key!r}{tokens}{why}): "
                 + (
                     "check data, tokenizer and encoder (vision)"
                     if why
