@@ -39,7 +39,7 @@ KILLS_PER_SERIES = 12
 ELSEWHERE = Path("/dev/shm")
 #: Seconds without a batch in which a run ends after the death of a worker, and for workers after that of the run; machines are
 #: slow at times.
-SECONDS_TO_END, SECONDS_TO_FOLLOW = 90.0, 20.0
+SECONDS_TO_END, SECONDS_TO_FOLLOW = 90.0, 60.0
 
 
 class Written(Piece):

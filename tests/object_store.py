@@ -39,6 +39,8 @@ class Proxy:
         self.upstream, self.port, self.mode = upstream, free_port(), "pass"
         #: Connections by mode, and requests by method.
         self.seen: Counter[str] = Counter()
+        #: How many more uploads go through before the next one stands still; None for all.
+        self.uploads: int | None = None
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self.set_mode("pass")
@@ -70,9 +72,10 @@ class Proxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        # In this order: a mode that is set meanwhile closes it.
+        self._open.add(client)
         mode = self.mode
         self.seen[mode] += 1
-        self._open.add(client)
         with client, contextlib.suppress(OSError):
             answer = {"unavailable": UNAVAILABLE, "broken": BROKEN, "denied": DENIED}.get(mode)
             if answer is not None:
@@ -97,6 +100,12 @@ class Proxy:
                 method = data[:8].split(b" ")[0].decode(errors="replace")
                 if method in ("GET", "HEAD", "PUT"):
                     self.seen[method] += 1
+                if method == "PUT" and self.uploads is not None:
+                    if not self.uploads:
+                        while self.uploads is not None:
+                            time.sleep(0.01)
+                        break
+                    self.uploads -= 1
                 if cut:
                     # Some of the body goes through, if there is one.
                     target.sendall(data[:-1])
