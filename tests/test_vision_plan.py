@@ -59,10 +59,10 @@ def measured(photos: Path) -> tuple[Any, Any]:
     people, since what a worker changes of its parent's memory counts as its own."""
     small = {"shortest_edge": 1024, "longest_edge": 50_000}
     encoder = VisionChatEncoder(vision_tokenizer(), image_processor("qwen3_vl", size=small), family="qwen3_vl")
-    found = planned(photos, encoder=encoder, capacity=512, sources=64, measure_seconds=60)
+    found = planned(photos, encoder=encoder, capacity=512, sources=64, measure_seconds=200)
     assert found.sources.options.shuffle_buffer_size == 256
     options = replace(found.sources.options, shuffle_buffer_size=0)
-    return found, MeasuredMemory.of_worker(options, found.policy, rows_per_buffer=1, seconds=60)
+    return found, MeasuredMemory.of_worker(options, found.policy, rows_per_buffer=1, seconds=200)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="a process tells what it has for itself on Linux")
