@@ -134,7 +134,8 @@ def test_validation_is_the_same_however_it_is_spread(uneven: Path, tmp_path: Pat
             losses.append(results[0]["metrics"]["loss_sum"] / results[0]["metrics"]["tokens"])
             counts.add(results[0]["metrics"]["tokens"])
     assert len(counts) == 1
-    assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
+    # Sums of float32 in other orders; a source more or less would be 1 % and more.
+    assert losses == pytest.approx([losses[0]] * 8, rel=1e-5)
 
 
 def test_a_rank_without_a_row_takes_part_in_validation(tmp_path: Path) -> None:
