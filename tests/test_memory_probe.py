@@ -200,7 +200,7 @@ def two_ranks(argument: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_ranks_neither_differ_nor_hang(numbers: Path, tmp_path: Path) -> None:
-    first, second = on_ranks("tests.test_memory_probe:two_ranks", {"data": str(numbers)}, folder=tmp_path, timeout=150)
+    first, second = on_ranks("tests.test_memory_probe:two_ranks", {"data": str(numbers)}, folder=tmp_path)
     assert len(first["keys"]) == 3
     assert first["keys"] != second["keys"]
     for rank in (first, second):

@@ -117,7 +117,7 @@ def test_a_rank_without_a_row_is_an_error_on_every_rank(tmp_path: Path) -> None:
     data = write_webdataset(tmp_path / "one", {"train": records_of([5])}, shards=1)
     argument = {"data": str(data), "workers": 0, "ranks": 2, "epochs": 1}
     with pytest.raises(AssertionError, match=r"exit codes \[1, 1\]") as e:
-        on_ranks("tests.test_uneven_ranks:fit_or_validate", argument, folder=tmp_path, timeout=120)
+        on_ranks("tests.test_uneven_ranks:fit_or_validate", argument, folder=tmp_path)
     assert str(e.value).count("ValueError: a data-parallel rank has no row to train on in this pass") >= 2
 
 
