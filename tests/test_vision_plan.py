@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,8 @@ def test_memory_is_that_of_a_worker_that_runs(tmp_path: Path) -> None:
 def test_a_measurement_that_ends_early_says_so(chats: Path) -> None:
     stopped = planned(chats, measure_seconds=1e-6)
     assert stopped.memory == replace(stopped.memory, nbytes=None, rows=0, whole=False)
-    assert "It was not measured: it made no row in 0 seconds." in stopped.report()
+    # To end the worker takes a moment too.
+    assert re.search(r"It was not measured: it made no row in \d+ seconds\.", stopped.report())
     assert "by this estimate" in stopped.report()
     assert planned(chats).memory is None
     assert "easured" not in planned(chats).report()
