@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import signal
 import socket
@@ -15,6 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from lightning_pack.energon import storage
 
 BUCKET = "data"
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -144,6 +147,12 @@ class Server:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def forget_clients() -> None:
+    """Let go of what clients have left open, where that is expected: later it would be held against whatever test runs then."""
+    storage._stores.clear()
+    gc.collect()
 
 
 def write_configuration(file: Path, ports: dict[str, int], *, timeouts: dict[str, float]) -> Path:

@@ -29,7 +29,7 @@ from lightning_pack.prepare import prepare_jsonl, prepared, train_tokenizer
 from lightning_pack.row import PackedBatch
 from tests import training
 from tests.numbers_data import lengths, records_of, same_batch, write_webdataset
-from tests.object_store import Proxy, Server, write_configuration
+from tests.object_store import Proxy, Server, forget_clients, write_configuration
 from tests.test_exact_position import Run as AnyRun
 from tests.test_exact_position import through_a_file
 
@@ -92,6 +92,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         storage.set_retry(StorageRetry())
         store.proxy.close()
         store.server.close()
+        forget_clients()
 
 
 @pytest.fixture
