@@ -112,8 +112,8 @@ class _Watched:
 def _private(process: str) -> int:
     """Bytes that are in no other process: what a fork shares counts from the moment that one of the two writes to it.
 
-    That is asked page by page. What a process holds in all, less what its parent held, would be too little: it also makes use of
-    what was free in memory that it shares.
+    That is asked page by page. What a process holds in all, less what its parent held, would be too little: it also makes use
+    of what was free in memory that it shares.
     """
     try:
         found = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
