@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.numbers_data import lengths, records_of, write_webdataset
 
@@ -20,9 +22,27 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, so that a failure is one for everybody; `--hypothesis-profile=explore` looks for new ones.
-settings.register_profile("explore", settings())
-settings.register_profile("steady", derandomize=True)
+# However long they take: that depends on what else the machine does.
+settings.register_profile("explore", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+#: What commands that run in this process change: benchmarks silence Lightning, and the command line leaves out its chatter.
+LOGGERS = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "transformers")
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """So that no test hears less because of those before it."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.level, list(logger.filters)) for logger in loggers]
+    yield
+    for logger, (level, filters) in zip(loggers, before, strict=True):
+        # None is set before its library is imported.
+        if level:
+            logger.setLevel(level)
+        logger.filters[:] = filters
+
 
 VECTORS = Path(__file__).parent / "vectors"
 

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ KILLS_PER_SERIES = 12
 ELSEWHERE = Path("/dev/shm")
 #: Seconds without a batch in which a run ends after the death of a worker, and for workers after that of the run; machines are
 #: slow at times.
-SECONDS_TO_END, SECONDS_TO_FOLLOW = 90.0, 20.0
+SECONDS_TO_END, SECONDS_TO_FOLLOW = 90.0, 60.0
 
 
 class Written(Piece):
@@ -218,6 +218,9 @@ class Series:
                     megabytes=self.megabytes,
                 )
                 pid = _fork(run, log=self.folder / "log", temporary=temporary)
+                if left == 1 and not had:
+                    # At least once there is something to resume from.
+                    self._await_checkpoint(pid, checkpoints)
                 ended = self._kill(pid, journal, temporary, kind=None if left == 0 else self._kind())
                 left -= not ended and left > 0
                 try:
@@ -332,6 +335,16 @@ class Series:
         elif code not in (None, 0) and kind != "worker":
             self.faults.append(f"{self}: a process ended with {code} by itself: {(self.folder / 'log').read_text()[-2000:]}")
         return code == 0
+
+    def _await_checkpoint(self, pid: int, folder: Path) -> None:
+        """Until one can be read."""
+        until = time.monotonic() + 60
+        while _alive(psutil.Process(pid)) and time.monotonic() < until:
+            for path in folder.glob("*.ckpt"):
+                with suppress(Exception):
+                    steps_in(path)
+                    return
+            time.sleep(0.01)
 
     def _await_moment(self, pid: int, journal: Path, temporary: Path, kind: str) -> None:
         batches = self.draw.randint(0, 3 * self.accumulate)

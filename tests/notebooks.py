@@ -28,7 +28,8 @@ def run(notebook: Path, folder: Path) -> nbformat.NotebookNode:
     read = nbformat.read(notebook, as_version=4)
     # A kernel finds the command of its own environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    client = NotebookClient(read, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    there = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(read, timeout=240, startup_timeout=240, kernel_name="python3", resources=there)
     client.execute(env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"})
     for cell in read.cells:
         cell.metadata.pop("execution", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import signal
 import socket
@@ -15,6 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from lightning_pack.energon import storage
 
 BUCKET = "data"
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -39,6 +42,8 @@ class Proxy:
         self.upstream, self.port, self.mode = upstream, free_port(), "pass"
         #: Connections by mode, and requests by method.
         self.seen: Counter[str] = Counter()
+        #: How many more uploads go through before the next one stands still; None for all.
+        self.uploads: int | None = None
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self.set_mode("pass")
@@ -70,9 +75,10 @@ class Proxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        # In this order: a mode that is set meanwhile closes it.
+        self._open.add(client)
         mode = self.mode
         self.seen[mode] += 1
-        self._open.add(client)
         with client, contextlib.suppress(OSError):
             answer = {"unavailable": UNAVAILABLE, "broken": BROKEN, "denied": DENIED}.get(mode)
             if answer is not None:
@@ -97,6 +103,12 @@ class Proxy:
                 method = data[:8].split(b" ")[0].decode(errors="replace")
                 if method in ("GET", "HEAD", "PUT"):
                     self.seen[method] += 1
+                if method == "PUT" and self.uploads is not None:
+                    if not self.uploads:
+                        while self.uploads is not None:
+                            time.sleep(0.01)
+                        break
+                    self.uploads -= 1
                 if cut:
                     # Some of the body goes through, if there is one.
                     target.sendall(data[:-1])
@@ -135,6 +147,12 @@ class Server:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def forget_clients() -> None:
+    """Let go of what clients have left open, where that is expected: later it would be held against whatever test runs then."""
+    storage._stores.clear()
+    gc.collect()
 
 
 def write_configuration(file: Path, ports: dict[str, int], *, timeouts: dict[str, float]) -> Path:

@@ -54,8 +54,20 @@ def sources_of(batches: Iterable[PackedBatch]) -> list[tuple[str, Source]]:
     return found
 
 
-def kill_when(work: Callable[[], Any], ready: Callable[[], bool], *, seconds: float = 30) -> None:
-    """Run ``work`` in a process of its own and kill it as soon as it is ready for that."""
+def stand_still(owner: Any, name: str, *, when: Callable[[], bool]) -> None:
+    """In a process that is to be killed: a call that finds it ready waits for that, however busy the machine is."""
+    before = getattr(owner, name)
+
+    def stands(*args: Any, **options: Any) -> Any:
+        if when():
+            time.sleep(1000)
+        return before(*args, **options)
+
+    setattr(owner, name, stands)
+
+
+def kill_when(work: Callable[[], Any], ready: Callable[[], bool], *, seconds: float = 120) -> None:
+    """Run ``work`` in a process of its own and kill it as soon as it is ready for that; it should stand still then."""
 
     def alone() -> None:
         # Threads of OpenMP do not come along in a fork, and whoever asks for them waits for ever.

@@ -291,7 +291,7 @@ def test_a_signal_ends_cleanly(tmp_path: Path, config: dict[str, Any], sent: sig
             time.sleep(0.1)
         assert list((tmp_path / "c").glob("*.ckpt")), "training never began"
         process.send_signal(sent)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=150)
     assert process.returncode == code
     assert "Traceback" not in error
 

@@ -262,15 +262,16 @@ def test_a_run_killed_with_signal_9_continues_with_the_same_batches(numbers: Pat
         trainer={"max_steps": 40},
     )
     command = [sys.executable, "-m", "tests.training"]
-    victim = subprocess.Popen([*command, as_json(base, sleep=0.1)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # It stands still in the second step after the third checkpoint.
+    victim = subprocess.Popen([*command, as_json(base, stands_after=11)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_steps(victim, record, 11)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    assert 3 <= max(int(p.stem.split("=")[1]) for p in checkpoints.glob("step=*.ckpt")) < 40
+    assert Path(newest(checkpoints)).name == "step=9.ckpt"
     subprocess.run([*command, as_json(base, resume=newest(checkpoints))], check=True, capture_output=True, timeout=200)
     whole = run(Options(data=str(numbers), workers=workers, trainer={"max_steps": 40}))
     seen = read_record(record)
-    assert any(len(digests) > 1 for digests in seen.values()), "the steps since the last checkpoint are trained again"
+    assert sum(len(digests) > 1 for digests in seen.values()) == 2, "the steps since the last checkpoint are trained again"
     assert {at: set(digests) for at, digests in seen.items()} == {at: {d} for at, d in whole.trained.items()}
 
 
@@ -292,7 +293,7 @@ def test_ctrl_c_saves_the_position(numbers: Path, tmp_path: Path, workers: int) 
     )
     wait_for_steps(victim, record, 6)
     os.killpg(victim.pid, signal.SIGINT)
-    victim.wait(timeout=30)
+    victim.wait(timeout=120)
     (saved,) = checkpoints.glob("step=*.ckpt")
     done = int(saved.stem.split("=")[1])
     assert 5 <= done < 500
@@ -328,7 +329,7 @@ def test_workers_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
     assert len(workers) == 2
     victim.kill()
     victim.wait()
-    gone, alive = psutil.wait_procs(workers, timeout=15)
+    gone, alive = psutil.wait_procs(workers, timeout=60)
     assert len(gone) == 2, alive
 
 

@@ -34,6 +34,9 @@ SILENCE = {
     "WANDB_DISABLE_GIT": "true",
     "WANDB_CONSOLE": "off",
     "WANDB_SILENT": "true",
+    # A busy machine takes a while to start its service.
+    "WANDB__SERVICE_WAIT": "240",
+    "WANDB_INIT_TIMEOUT": "240",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "DO_NOT_TRACK": "true",

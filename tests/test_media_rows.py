@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +25,7 @@ from lightning_pack.offline.row_file import Row
 from lightning_pack.offline.shard_file import samples_of
 from lightning_pack.source import IGNORE, EncodedSource, Pack
 from tests.numbers_data import NumberEncoder, records_of, write_webdataset
-from tests.packed_rows import flip, kill_when, pack_rows, rewrite
+from tests.packed_rows import flip, kill_when, pack_rows, rewrite, stand_still
 from tests.test_exact_position import through_a_file
 from tests.test_prepack import files
 from tests.test_replay import module, one_pass, stored, train
@@ -212,13 +211,15 @@ def test_training_on_rows_is_training_on_their_chats(rows: Path, sources: dict[s
 def test_a_run_that_is_killed_goes_on_and_writes_the_same(data: Path, rows: Path, tmp_path: Path) -> None:
     out, at = tmp_path / "rows", tmp_path / ".rows.prepack"
 
+    def begun() -> bool:
+        return any(path.stat().st_size for path in at.glob("train-part*.bin"))
+
     def work() -> None:
-        processed = ImageReader.processed
-        ImageReader.processed = lambda *args: (time.sleep(0.02), processed(*args))[1]  # type: ignore[method-assign]
+        # The part of train is under way, after some images.
+        stand_still(ImageReader, "processed", when=begun)
         packed(data, out)
 
-    # The part of train is under way, after some images.
-    kill_when(work, lambda: any(path.stat().st_size for path in at.glob("train-part*.bin")), seconds=60)
+    kill_when(work, begun)
     assert not out.exists()
     assert list(at.glob("train-part*.bin"))
     packed(data, out)

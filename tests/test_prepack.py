@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_pack.offline import Manifest, VerificationError, prepack, row_wri
 from lightning_pack.offline.row_file import Row
 from lightning_pack.offline.shard_file import ShardFile, samples_of
 from tests.numbers_data import NumberEncoder, lengths, records_of, write_webdataset
-from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, records, rewrite, sources_of
+from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, records, rewrite, sources_of, stand_still
 from tests.prepared_files import read_back
 
 COUNT = 2000
@@ -119,33 +118,22 @@ def test_any_number_of_processes_writes_the_same_files(few: Path, few_rows: Path
     assert files(pack_rows(few, tmp_path / "again", workers=2).path) == files(few_rows)
 
 
-def slow(owner: Any, name: str, seconds: float) -> None:
-    """In the process that is to be killed."""
-    before = getattr(owner, name)
-
-    def later(*args: Any, **options: Any) -> Any:
-        time.sleep(seconds)
-        return before(*args, **options)
-
-    setattr(owner, name, later)
-
-
-STAGES: dict[str, tuple[Any, str, float, Callable[[Path], bool]]] = {
-    "encoding": (NumberEncoder, "__call__", 0.001, lambda at: 1 <= len(list(at.glob("train*.npz"))) < 3),
-    "packing": (row_writer.PackedSources, "of", 30, lambda at: len(list(at.glob("train*.npz"))) == 3),
-    "writing": (ShardFile, "add", 0.01, lambda at: 1 <= len(list(at.glob("train*.tar.json"))) < 4),
-    "indexing": (Manifest, "write", 30, lambda at: (at / "dataset" / ".nv-meta" / "index.uuid").exists()),
+STAGES: dict[str, tuple[Any, str, Callable[[Path], bool]]] = {
+    "encoding": (NumberEncoder, "__call__", lambda at: 1 <= len(list(at.glob("train*.npz"))) < 3),
+    "packing": (row_writer.PackedSources, "of", lambda at: len(list(at.glob("train*.npz"))) == 3),
+    "writing": (ShardFile, "add", lambda at: 1 <= len(list(at.glob("train*.tar.json"))) < 4),
+    "indexing": (Manifest, "write", lambda at: (at / "dataset" / ".nv-meta" / "index.uuid").exists()),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_that_is_killed_goes_on(few: Path, few_rows: Path, tmp_path: Path, stage: str) -> None:
-    owner, name, seconds, ready = STAGES[stage]
+    owner, name, ready = STAGES[stage]
     out = tmp_path / "rows"
     at = tmp_path / ".rows.prepack"
 
     def work() -> None:
-        slow(owner, name, seconds)
+        stand_still(owner, name, when=lambda: ready(at))
         pack_rows(few, out, workers=2 if stage in ("encoding", "writing") else 0)
 
     kill_when(work, lambda: ready(at))
@@ -158,6 +146,8 @@ def test_a_run_that_is_killed_goes_on(few: Path, few_rows: Path, tmp_path: Path,
 
     publish = workplace.Workplace.publish
     with pytest.MonkeyPatch.context() as patch:
+        # On a busy machine processes of the killed run take a while to see that it is gone.
+        patch.setattr(workplace, "_LAST_BREATH", 60.0)
         patch.setattr(workplace.Workplace, "publish", lambda self, *args, **options: (note(), publish(self, *args, **options)))
         assert pack_rows(few, out).fresh
     assert before
@@ -217,7 +207,15 @@ def test_other_settings_are_refused_one_by_one(few: Path, copied: Path, tmp_path
         pack_rows(other, copied)
     # Before they are complete too.
     at = tmp_path / ".begun.prepack"
-    kill_when(lambda: pack_rows(few, tmp_path / "begun"), lambda: len(list(at.glob("*.npz"))) > 0)
+
+    def encoded() -> bool:
+        return len(list(at.glob("*.npz"))) > 0
+
+    def begin() -> None:
+        stand_still(NumberEncoder, "__call__", when=encoded)
+        pack_rows(few, tmp_path / "begun")
+
+    kill_when(begin, encoded)
     with pytest.raises(ValueError, match=r"begun with other settings:\n  packing\.seed: 0 there, 3 asked for\nSet them back"):
         pack_rows(few, tmp_path / "begun", seed=3)
     assert pack_rows(few, tmp_path / "begun", seed=3, overwrite=True).manifest.packing["seed"] == 3

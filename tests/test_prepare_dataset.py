@@ -10,6 +10,7 @@ import pytest
 
 from lightning_pack.prepare import prepare_jsonl, prepared, train_tokenizer
 from lightning_pack.prepare.dataset import DatasetWriter
+from tests.packed_rows import stand_still
 from tests.prepared_files import digests, members
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
@@ -40,12 +41,19 @@ def kill_self(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def prepare_some(file, out, tokenizer):
+    """Stands still as soon as something is written."""
+    shard = out.with_name(f".out.partial-{os.getpid()}") / "train-0000.tar"
+    stand_still(DatasetWriter, "add", when=lambda: shard.exists() and shard.stat().st_size)
+    prepare_jsonl(file, out, tokenizer=tokenizer, progress=False)
+
+
 def test_killed_while_writing_it_never_looks_finished(tmp_path, tokenizer):
     file, out = texts(tmp_path / "a.jsonl", 30_000), tmp_path / "out"
-    process = FORK.Process(target=prepare_jsonl, args=(file, out), kwargs={"tokenizer": tokenizer, "progress": False})
+    process = FORK.Process(target=prepare_some, args=(file, out, tokenizer))
     process.start()
     partial = tmp_path / f".out.partial-{process.pid}"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (partial / "train-0000.tar").exists() or not (partial / "train-0000.tar").stat().st_size:
         assert time.monotonic() < deadline
         assert process.is_alive()

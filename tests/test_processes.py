@@ -96,7 +96,7 @@ def test_workers_end_with_their_parent(numbers: Path, tmp_path: Path, end: signa
         else:
             parent.send_signal(end)
         parent.wait(timeout=60)
-        gone, alive = psutil.wait_procs(workers, timeout=20)
+        gone, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
         assert len(gone) == 3
     finally:
@@ -137,7 +137,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_row_ends_training_by_name(tmp_pa
     began = time.monotonic()
     with pytest.raises(WorkerFailedError, match=r"loader worker 0 \(process \d+\) does not answer"):
         train(rows, loader)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     data.teardown("fit")
     assert not psutil.pid_exists(worker)
 

@@ -31,7 +31,7 @@ from lightning_pack.offline.row_file import DamagedRowError, Row
 from lightning_pack.offline.shard_file import samples_of
 from lightning_pack.prepare import prepare_jsonl, train_tokenizer
 from tests.numbers_data import NumberEncoder, lengths, records_of, same_batch, write_webdataset
-from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, rewrite, sources_of
+from tests.packed_rows import CAPACITY, flip, kill_when, pack_rows, rewrite, sources_of, stand_still
 from tests.test_exact_position import through_a_file
 from tests.training import Recorder, read_record
 
@@ -168,9 +168,9 @@ def test_resume_at_every_row_of_a_pass_with_two_ranks(rows: Path) -> None:
     assert sorted(found) == sorted(list(row.keys) for row in stored(rows).values())
 
 
-def fit(rows: Path, folder: Path, *, workers: int, resume: Path | None = None, sleep: float = 0.0) -> Recorder:
+def fit(rows: Path, folder: Path, *, workers: int, resume: Path | None = None) -> Recorder:
     torch.manual_seed(0)
-    recorder = Recorder(folder / "record", sleep=sleep)
+    recorder = Recorder(folder / "record")
     saving = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -192,12 +192,20 @@ def test_a_training_that_is_killed_goes_on_exactly(rows: Path, tmp_path: Path, w
     assert len(whole.trained) == 30
     killed = tmp_path / "killed"
     killed.mkdir()
-    kill_when(
-        lambda: fit(rows, killed, workers=workers, sleep=0.05), lambda: len(list(killed.glob("saved/*.ckpt"))) >= 4, seconds=60
-    )
-    last = max(killed.glob("saved/*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+
+    def nine_steps() -> bool:
+        return Path(f"{killed / 'record'}.0").exists() and len(read_record(killed / "record")) == 9
+
+    def work() -> None:
+        stand_still(Recorder, "training_step", when=nine_steps)
+        fit(rows, killed, workers=workers)
+
+    kill_when(work, nine_steps)
+    last = killed / "saved" / "step=8.ckpt"
+    assert max(killed.glob("saved/*.ckpt"), key=lambda path: int(path.stem.partition("=")[2])) == last
+    # One of them is not in the checkpoint.
     begun = read_record(killed / "record")
-    assert 4 <= len(begun) < 30
+    assert len(begun) == 9
     went_on = fit(rows, killed, workers=workers, resume=last)
     assert went_on.weights() == whole.weights()
     assert {place: seen[0] for place, seen in begun.items()} | went_on.trained == whole.trained

@@ -146,9 +146,7 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     last = [[any(window[1]) for window in rank] for rank in IMAGES]
     assert list(zip(*last, strict=True)) == [(False, True), (False, True), (True, False)]
     assert not any(n for m in IMAGES[0][1] for n in m)
-    ranks = on_ranks(
-        "tests.test_rows_without_images:run_rank", {"folder": str(tmp_path)}, folder=tmp_path / "ranks", timeout=99
-    )
+    ranks = on_ranks("tests.test_rows_without_images:run_rank", {"folder": str(tmp_path)}, folder=tmp_path / "ranks")
     for helped, bare in ranks:
         assert helped == "two steps"
         # Here both ranks have no image, so it is an error; if one has, they wait, or mistake one message for another.

@@ -612,7 +612,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_ever(numbers: Path, tmp_path:
     message = "another rank does not answer, so no checkpoint can be saved"
     assert f"{message} after PlannedError: as planned" in second["error"]
     assert message in first["error"]
-    assert 9 <= second["seconds"][0] < 60
+    assert 9 <= second["seconds"][0] < 200
     assert [p.name for p in (tmp_path / "c").glob("step=*.ckpt")] == ["step=2.ckpt"]
 
 

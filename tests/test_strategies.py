@@ -274,7 +274,7 @@ def run_pair(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_fsdp_in_pairs_is_the_unpacked_run(tmp_path: Path) -> None:
-    on_ranks("tests.test_strategies:run_pairs", {"folder": str(tmp_path)}, folder=tmp_path / "ranks", ranks=1, timeout=150)
+    on_ranks("tests.test_strategies:run_pairs", {"folder": str(tmp_path)}, folder=tmp_path / "ranks", ranks=1)
     expected = fit_unpacked("32-true", windows((0, 1), 2))
     for rank in range(4):
         raw = torch.load(tmp_path / f"{rank}.pt")
@@ -287,7 +287,7 @@ def test_two_ranks_are_the_unpacked_run(tmp_path: Path) -> None:
     counts = [[[int((s.labels != IGNORE).sum()) for s in m] for m in window] for r in range(2) for window in micro_batches(r)]
     assert counts[2][1] == [0], "a micro-batch without targets"
     assert sum(counts[0][0]) > 10 * sum(counts[0][1]), "micro-batches of very different numbers of targets"
-    on_ranks("tests.test_strategies:run_rank", {"folder": str(tmp_path)}, folder=tmp_path / "ranks", timeout=150)
+    on_ranks("tests.test_strategies:run_rank", {"folder": str(tmp_path)}, folder=tmp_path / "ranks")
     alone, both = fit_unpacked("32-true", windows((0,), 2)), fit_unpacked("32-true", windows((0, 1), 2))
     assert relative(alone.raw[0], both.raw[0]) > 0.1, "the other rank has to matter"
     for name in (*CASES, "fsdp"):

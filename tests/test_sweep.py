@@ -1,10 +1,9 @@
-"""A random sample of the sweep: other combinations every time. The seed is printed; ``SWEEP_SEED`` repeats one."""
+"""A sample of the sweep, the same in every run, so that a failure is one for everybody; ``SWEEP_SEED`` draws another one."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -21,9 +20,7 @@ from tests.sweep import AXES, Case, Plan, StoppedError, fit, left_out, matrix, s
 
 @pytest.fixture
 def seed() -> int:
-    seed = int(os.environ.get("SWEEP_SEED") or random.SystemRandom().randrange(10**6))
-    print(f"SWEEP_SEED={seed}")
-    return seed
+    return int(os.environ.get("SWEEP_SEED", "0"))
 
 
 @pytest.mark.slow

@@ -45,9 +45,12 @@ def arguments(wheel: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("release", "version"), RELEASES.items())
 def test_the_table_of_arguments_is_that_of_the_release(tmp_path: Path, release: str, version: str) -> None:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(tmp_path)]
-    got = subprocess.run([*pip, f"transformer-engine=={release}"], capture_output=True, text=True, timeout=120)
+    try:
+        got = subprocess.run([*pip, f"transformer-engine=={release}"], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the wheel of {release} cannot be fetched: no answer in 120 s")
     if got.returncode:
-        pytest.skip(f"the wheel of {release} cannot be fetched: {got.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"the wheel of {release} cannot be fetched: {got.stderr.strip()[-200:]}")
     (wheel,) = tmp_path.glob("*.whl")
     methods = arguments(wheel)
     init, forward = SIGNATURES[version]

@@ -117,7 +117,7 @@ def test_a_rank_without_a_row_is_an_error_on_every_rank(tmp_path: Path) -> None:
     data = write_webdataset(tmp_path / "one", {"train": records_of([5])}, shards=1)
     argument = {"data": str(data), "workers": 0, "ranks": 2, "epochs": 1}
     with pytest.raises(AssertionError, match=r"exit codes \[1, 1\]") as e:
-        on_ranks("tests.test_uneven_ranks:fit_or_validate", argument, folder=tmp_path, timeout=120)
+        on_ranks("tests.test_uneven_ranks:fit_or_validate", argument, folder=tmp_path)
     assert str(e.value).count("ValueError: a data-parallel rank has no row to train on in this pass") >= 2
 
 
@@ -134,7 +134,8 @@ def test_validation_is_the_same_however_it_is_spread(uneven: Path, tmp_path: Pat
             losses.append(results[0]["metrics"]["loss_sum"] / results[0]["metrics"]["tokens"])
             counts.add(results[0]["metrics"]["tokens"])
     assert len(counts) == 1
-    assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
+    # Sums of float32 in other orders; a source more or less would be 1 % and more.
+    assert losses == pytest.approx([losses[0]] * 8, rel=1e-5)
 
 
 def test_a_rank_without_a_row_takes_part_in_validation(tmp_path: Path) -> None:

@@ -91,8 +91,9 @@ def test_nothing_of_a_chat_or_its_images_reaches_another(family: str) -> None:
     row = vision_row(vision_sources(family))
     ActivatedModel.of(model)
     for source in range(len(IMAGES)):
-        # The vision encoder's matrix products round in other ways for other rows of the same tensor.
-        assert leaking_sources(model, row, source=source, tolerance=1e-6) == []
+        # On some processors matrix products of the vision encoder round in other ways for other rows of the same tensor; a leak
+        # is a thousand times as much.
+        assert leaking_sources(model, row, source=source, tolerance=1e-5) == []
 
 
 def test_the_probe_sees_a_leak_of_images_alone() -> None:
@@ -100,7 +101,7 @@ def test_the_probe_sees_a_leak_of_images_alone() -> None:
     row = vision_row(vision_sources("qwen3_vl"))
     active = ActivatedModel.of(model)
     merge = model.model.visual.merger.register_forward_hook(lambda _, __, out: out + 0.1 * out.mean(0))
-    found = leaking_sources(model, row, source=0, tolerance=1e-6)
+    found = leaking_sources(model, row, source=0, tolerance=1e-5)
     merge.remove()
     # Chat 1 has no image, so nothing reaches it.
     assert found == ["chat2", "chat3", "chat4"]

@@ -13,7 +13,7 @@ from lightning_pack.encoders import LeaveOut, VisionChatEncoder
 from lightning_pack.energon import storage
 from lightning_pack.energon.outage import StorageError, StorageRetry
 from lightning_pack.energon.task_encoder import tried
-from tests.object_store import Proxy, Server, write_configuration
+from tests.object_store import Proxy, Server, forget_clients, write_configuration
 from tests.test_vision_encoder import IMAGE, with_messages
 from tests.tiny_vision import picture, vision_encoder
 
@@ -36,6 +36,7 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         storage.set_retry(StorageRetry())
         proxy.close()
         server.close()
+        forget_clients()
 
 
 def test_images_in_a_store(proxy: Proxy) -> None:

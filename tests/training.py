@@ -32,12 +32,15 @@ def digest(batch: PackedBatch) -> str:
 
 
 class Recorder(pl.LightningModule):
-    """Predicts the next token from the last one, with dropout; remembers each batch under (epoch, batch index)."""
+    """Predicts the next token from the last one, with dropout; remembers each batch under (epoch, batch index).
 
-    def __init__(self, record: Path | None = None, *, sleep: float = 0.0) -> None:
+    After ``stands_after`` batches it stands still, until there is a file ``{record}.go``.
+    """
+
+    def __init__(self, record: Path | None = None, *, sleep: float = 0.0, stands_after: int | None = None) -> None:
         super().__init__()
         self.model = torch.nn.Sequential(torch.nn.Embedding(600, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 600))
-        self.record, self.sleep = record, sleep
+        self.record, self.sleep, self.stands_after = record, sleep, stands_after
         self.trained: dict[tuple[int, int], str] = {}
         self.works: list[int] = []
         self.validated: list[list[str]] = []
@@ -56,6 +59,8 @@ class Recorder(pl.LightningModule):
         if self.record is not None:
             with open(f"{self.record}.{self.global_rank}", "a") as file:
                 file.write(json.dumps([self.current_epoch, batch_idx, digest(batch)]) + "\n")
+        while len(self.trained) == self.stands_after and not Path(f"{self.record}.go").exists():
+            time.sleep(0.01)
         return self.loss(batch)
 
     def on_validation_epoch_start(self) -> None:
@@ -82,6 +87,7 @@ class Options:
     every_n_steps: int = 1
     resume: str | None = None
     sleep: float = 0.0
+    stands_after: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -122,7 +128,8 @@ def trainer(options: Options) -> pl.Trainer:
 
 
 def run(options: Options) -> Recorder:
-    module = Recorder(Path(options.record) if options.record else None, sleep=options.sleep)
+    record = Path(options.record) if options.record else None
+    module = Recorder(record, sleep=options.sleep, stands_after=options.stands_after)
     trainer(options).fit(module, datamodule(options), ckpt_path=options.resume)
     return module
 
