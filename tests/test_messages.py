@@ -12,6 +12,8 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_pack import EnergonPackDataModule, cli
+from lightning_pack.energon.dataset import has_split
+from lightning_pack.energon.metadataset import EXAMPLE
 from lightning_pack.lightning_cli import _refuse_no_checkpoint
 from lightning_pack.location import require_dataset, require_own_tokenizer
 from lightning_pack.prepare import PreparedDataset, prepare_jsonl, prepare_stdlib
@@ -107,6 +109,50 @@ def test_a_path_at_which_there_is_no_dataset(tmp_path: Path, stdlib: PreparedDat
         require_dataset(f"{stdlib.path}/train-0000.tar")
     with pytest.raises(ValueError, match=r"a file that is no dataset"):
         EnergonPackDataModule(stdlib.path / "train-0000.tar").setup()
+
+
+METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", r"'.*a\.yaml' is empty\. Give a dataset folder"),
+        ("- 1\n", r"holds a list and no splits"),
+        ("model: 1\ndata: {path: x}\n", r"has no 'splits', but model, data \(the configuration of a run is given as --config"),
+        ("a:\n\t- b\n", r"is no YAML that can be read \(line 2: found character '\\t'"),
+        (METADATASET + "splits:\n", r"has no split in its 'splits'"),
+        (METADATASET + "splits: {val: {path: DATA}}\n", r"has no split 'train', but val"),
+        (
+            METADATASET + "splits: {train: {path: nowhere}}\n",
+            r"names a dataset that is not there or was not prepared \(.*nowhere",
+        ),
+        (METADATASET + "splits: {train: {paths: DATA}}\n", r"has parts that no metadataset has, or lacks some \(.*path\)\."),
+        (METADATASET + "splits: {train: {path: a.yaml}}\n", r"leads to itself"),
+        ("splits: {train: {path: DATA}}\n", r"lacks some \(.*\), and does not say __class__: MetadatasetV2\."),
+    ],
+    ids=["empty", "list", "run", "tab", "no-splits", "no-split", "no-data", "no-path", "itself", "no-class"],
+)
+def test_a_yaml_that_is_no_metadataset(content: str, told: str, tmp_path: Path, stdlib: PreparedDataset) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content.replace("DATA", str(stdlib.path)))
+    looks = r"(?s:.)*looks like this(?s:.)*__class__: MetadatasetV2\nsplits:"
+    with pytest.raises(ValueError, match=told + looks):
+        has_split(str(file), "train")
+    with pytest.raises(ValueError, match=told + looks):
+        EnergonPackDataModule(file, tokenizer=stdlib.tokenizer, num_workers=0).setup("fit")
+
+
+def test_a_metadataset_is_one_with_the_ending_that_energon_knows(tmp_path: Path, stdlib: PreparedDataset) -> None:
+    text = EXAMPLE.replace("chats", str(stdlib.path)).replace("texts", str(stdlib.path))
+    assert text.count(str(stdlib.path)) == 3
+    for name in ("a.yaml", "a.yml"):
+        (tmp_path / name).write_text(text)
+    assert has_split(str(tmp_path / "a.yaml"), "train")
+    assert has_split(str(tmp_path / "a.yaml"), "val")
+    assert not has_split(str(tmp_path / "a.yaml"), "test")
+    with pytest.raises(ValueError, match=r"ends with \.yml, and Energon knows a metadataset by the ending \.yaml: rename it"):
+        has_split(str(tmp_path / "a.yml"), "train")
 
 
 def test_data_that_brings_no_tokenizer(tmp_path: Path, stdlib: PreparedDataset) -> None:
