@@ -181,6 +181,15 @@ def _load(path: str, split: str) -> Any:
         )
 
 
+def sample_count(path: str, split: str) -> int:
+    """Samples in a split, of all datasets that the path leads to.
+
+    Raises:
+        ValueError: if it cannot be opened.
+    """
+    return sum(len(leaf.dataset) for leaf in _leaves(path, split)[0])
+
+
 def has_split(path: str, split: str) -> bool:
     """Whether the dataset has samples in ``split``. A single ``.jsonl`` file has no splits: it is all ``train``.
 
@@ -190,7 +199,7 @@ def has_split(path: str, split: str) -> bool:
     if path.endswith(".jsonl"):
         return split == "train"
     try:
-        return sum(len(leaf.dataset) for leaf in _leaves(path, split)[0]) > 0
+        return sample_count(path, split) > 0
     except ValueError as e:
         if isinstance(e.__cause__, EmptyDatasetError | KeyError | AssertionError) and _leaves(path, "train")[0]:
             return False
