@@ -57,7 +57,7 @@ def first_rows(
             raise ValueError(
                 f"give --capacity N, the most tokens of a pack, to pack the rows of {str(path)!r} (of a run, leave --show out)"
             )
-        ends = _ends(path)
+        ends = has_end(str(path), "train")
         data = EnergonPackDataModule(
             path,
             tokenizer=tokenizer,
@@ -80,16 +80,3 @@ def first_rows(
             yield draw(batch, loaded, most=most)
     finally:
         data.teardown("fit")
-
-
-def _ends(path: str | Path) -> bool:
-    try:
-        return has_end(str(path), "train")
-    except (ValueError, TypeError, KeyError) as error:
-        if str(path) in str(error):
-            raise
-        # Of a .yaml that is no metadataset.
-        raise ValueError(
-            f"{str(path)!r} cannot be opened as a dataset ({error}): give a prepared folder, a .jsonl file, a metadataset "
-            ".yaml or a folder of packed rows"
-        ) from error

@@ -21,6 +21,8 @@ def check_settings(policy: PackingPolicy) -> None:
         ValueError: naming the setting, its value, its limit and the ways out.
     """
     _check_ranges(policy)
+    if policy.algorithm not in (known := ["auto", *binning.packers()]):
+        raise ValueError(f"algorithm {policy.algorithm!r} is not known; known are {', '.join(known)}")
     if policy.capacity % policy.multiple:
         raise ValueError(
             f"capacity={policy.capacity} is not a multiple of multiple={policy.multiple}: "

@@ -76,6 +76,8 @@ class PackedBatch:
     media: Media = field(default_factory=dict)
     #: For each of them, how many of its rows belong to each source.
     media_rows: dict[str, list[int]] = field(default_factory=dict)
+    #: Largest of :attr:`input_ids` as the row was made, known without asking a device; None of a row that was made there.
+    largest_id: int | None = None
     #: Set by Energon.
     __restore_key__: tuple[Any, ...] = ()
 
@@ -169,6 +171,7 @@ class PackedBatch:
             left_out=left_out,
             media=media,
             media_rows=media_rows,
+            largest_id=int(input_ids.numpy().max(initial=0)),
         )
         batch.__restore_key__ = restore_key
         return batch

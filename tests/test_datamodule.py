@@ -155,7 +155,9 @@ def test_an_overlong_source_can_stop_the_run(tmp_path: Path, workers: int) -> No
 
 def test_more_workers_than_samples_is_refused(tmp_path: Path) -> None:
     path = write_webdataset(tmp_path / "d", {"train": records_of([5])}, shards=1)
-    with pytest.raises(ValueError, match="use fewer workers or ranks, or more data"):
+    with pytest.raises(
+        ValueError, match=r"1 sample to train on for 2 loader workers .*: set num_workers=1 or less, or give more data"
+    ):
         run(Options(data=str(path), workers=2, trainer={"max_steps": 5}))
 
 

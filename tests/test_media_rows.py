@@ -410,6 +410,21 @@ def test_another_tokenizer_beside_the_rows_is_refused(copied: Path) -> None:
     with pytest.raises(ManifestError, match=r"beside the rows .*\n  encoder\.tokenizer\.backend: '\w+' in the rows, '\w+' now"):
         module(copied)
     assert module(copied, tokenizer=None, encoder=vision_encoder()).encoder.has_media
+    tokenizer = r"the tokenizer beside the rows is not the one .*: encoder\.tokenizer\.backend: '\w+' in the rows, '\w+' now"
+    with pytest.raises(VerificationError, match=rf"is damaged:\n  {tokenizer}\nRestore it"):
+        verify(copied)
+    image_processor("qwen3_vl", image_mean=[0.1, 0.2, 0.3]).save_pretrained(copied / "tokenizer")
+    settings = (
+        r"the image processor beside the rows is not .*: encoder\.image_processor\.settings: '\w+' in the rows, '\w+' now"
+    )
+    with pytest.raises(VerificationError, match=rf"is damaged:\n  {tokenizer}\n  {settings}\nRestore it"):
+        verify(copied)
+    file.write_text("{")
+    with pytest.raises(VerificationError, match=rf"no tokenizer can be loaded from .*\n  {settings}"):
+        verify(copied)
+    # With another that is given, they can be read.
+    shutil.rmtree(copied / "tokenizer")
+    assert verify(copied).files
 
 
 class Opaque(NumberEncoder):

@@ -4,14 +4,22 @@ import errno
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_pack import EnergonPackDataModule, cli
+from lightning_pack import EnergonPackDataModule, PackingPolicy, cli
+from lightning_pack.encoders import RecordEncoder, load_tokenizer
+from lightning_pack.energon.dataset import StreamOptions, has_split
+from lightning_pack.energon.loader import ExactLoader
+from lightning_pack.energon.metadataset import EXAMPLE
+from lightning_pack.energon.reader import Workers
+from lightning_pack.energon.worker import NoSampleError
 from lightning_pack.lightning_cli import _different, _refuse_no_checkpoint
 from lightning_pack.location import require_dataset, require_own_tokenizer
 from lightning_pack.prepare import PreparedDataset, prepare_jsonl, prepare_stdlib
@@ -107,6 +115,86 @@ def test_a_path_at_which_there_is_no_dataset(tmp_path: Path, stdlib: PreparedDat
         require_dataset(f"{stdlib.path}/train-0000.tar")
     with pytest.raises(ValueError, match=r"a file that is no dataset"):
         EnergonPackDataModule(stdlib.path / "train-0000.tar").setup()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_workers", "told"),
+    [
+        (1, 5, r"5 loader workers \(1 data-parallel rank, num_workers=5\), .*: set num_workers=3 or less, or give"),
+        (
+            2,
+            3,
+            r"6 loader workers \(2 data-parallel ranks, num_workers=3\), .*: set num_workers=1 or less, use fewer ranks, or",
+        ),
+        (4, 0, r"4 loader workers \(4 data-parallel ranks, num_workers=0\), .*: use 3 ranks at most, or give more data"),
+    ],
+)
+def test_more_loader_workers_than_samples(
+    ranks: int, num_workers: int, told: str, tmp_path: Path, stdlib: PreparedDataset
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD) + "\n" + json.dumps(RECORD) + "\n")
+    path = prepare_jsonl(tmp_path / "a.jsonl", tmp_path / "a", tokenizer=stdlib.tokenizer, val_fraction=0, progress=False).path
+    encoder = RecordEncoder(load_tokenizer(stdlib.tokenizer))
+    policy = PackingPolicy(64, algorithm="concatenative", buffer_size=2)
+    options = StreamOptions(path=str(path), encoder=encoder, policy=policy)
+    errors = []
+    for rank in range(ranks):
+        workers = Workers.of_rank(rank, ranks=ranks, num_workers=num_workers, timeout=100)
+        loader = ExactLoader(options, workers=workers)
+        try:
+            # One from each worker.
+            assert len(list(islice(loader, len(workers.numbers)))) == len(workers.numbers)
+        except NoSampleError as error:
+            errors.append(str(error))
+        finally:
+            loader.stop()
+    assert errors
+    for error in errors:
+        assert re.search(rf"a loader worker has no sample to read: '.*/a' has 3 samples to train on for {told}", error), error
+
+
+METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", r"'.*a\.yaml' is empty\. Give a dataset folder"),
+        ("- 1\n", r"holds a list and no splits"),
+        ("model: 1\ndata: {path: x}\n", r"has no 'splits', but model, data \(the configuration of a run is given as --config"),
+        ("a:\n\t- b\n", r"is no YAML that can be read \(line 2: found character '\\t'"),
+        (METADATASET + "splits:\n", r"has no split in its 'splits'"),
+        (METADATASET + "splits: {val: {path: DATA}}\n", r"has no split 'train', but val"),
+        (
+            METADATASET + "splits: {train: {path: nowhere}}\n",
+            r"names a dataset that is not there or was not prepared \(.*nowhere",
+        ),
+        (METADATASET + "splits: {train: {paths: DATA}}\n", r"has parts that no metadataset has, or lacks some \(.*path\)\."),
+        (METADATASET + "splits: {train: {path: a.yaml}}\n", r"leads to itself"),
+        ("splits: {train: {path: DATA}}\n", r"lacks some \(.*\), and does not say __class__: MetadatasetV2\."),
+    ],
+    ids=["empty", "list", "run", "tab", "no-splits", "no-split", "no-data", "no-path", "itself", "no-class"],
+)
+def test_a_yaml_that_is_no_metadataset(content: str, told: str, tmp_path: Path, stdlib: PreparedDataset) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content.replace("DATA", str(stdlib.path)))
+    looks = r"(?s:.)*looks like this(?s:.)*__class__: MetadatasetV2\nsplits:"
+    with pytest.raises(ValueError, match=told + looks):
+        has_split(str(file), "train")
+    with pytest.raises(ValueError, match=told + looks):
+        EnergonPackDataModule(file, tokenizer=stdlib.tokenizer, num_workers=0).setup("fit")
+
+
+def test_a_metadataset_is_one_with_the_ending_that_energon_knows(tmp_path: Path, stdlib: PreparedDataset) -> None:
+    text = EXAMPLE.replace("chats", str(stdlib.path)).replace("texts", str(stdlib.path))
+    assert text.count(str(stdlib.path)) == 3
+    for name in ("a.yaml", "a.yml"):
+        (tmp_path / name).write_text(text)
+    assert has_split(str(tmp_path / "a.yaml"), "train")
+    assert has_split(str(tmp_path / "a.yaml"), "val")
+    assert not has_split(str(tmp_path / "a.yaml"), "test")
+    with pytest.raises(ValueError, match=r"ends with \.yml, and Energon knows a metadataset by the ending \.yaml: rename it"):
+        has_split(str(tmp_path / "a.yml"), "train")
 
 
 def test_data_that_brings_no_tokenizer(tmp_path: Path, stdlib: PreparedDataset) -> None:

@@ -186,12 +186,22 @@ def test_two_runs_write_the_same_bytes_and_other_content_is_noticed(tmp_path, to
     again = prepare_jsonl(copy, tmp_path / "one", tokenizer=one.tokenizer, progress=False)
     assert again.summary().startswith("already prepared")
     write(file, records(61))
-    with pytest.raises(ValueError, match=r"other settings:\n  content: '\w+' there, '\w+' asked for\nPrepare"):
+    changed = r"one was prepared from other lines: the input file changed since, or is another one; all settings .*\. Prepare"
+    with pytest.raises(ValueError, match=changed):
         prepare_jsonl(file, tmp_path / "one", tokenizer=tokenizer, progress=False)
+    both = (
+        r"other settings:\n  content: the input file changed since, or is another one\n  shards: 8 there, 2 asked for\nPrepare"
+    )
+    with pytest.raises(ValueError, match=both):
+        prepare_jsonl(file, tmp_path / "one", tokenizer=tokenizer, shards=2, progress=False)
     other = load_tokenizer(tokenizer)
     other.add_tokens(["question"])
     other.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match=r"  tokenizer\.vocab_size: \d+ there, \d+ asked for"):
+    vocabulary = (
+        r"other settings:\n  tokenizer\.backend: the tokenizer has another vocabulary, or cuts texts by other rules\n"
+        r"  tokenizer\.vocab_size: \d+ there, \d+ asked for\nPrepare"
+    )
+    with pytest.raises(ValueError, match=vocabulary):
         prepare_jsonl(copy, tmp_path / "one", tokenizer=tmp_path / "tokenizer", progress=False)
     assert digests(tmp_path / "one") == before
     dataset = prepare_jsonl(file, tmp_path / "one", tokenizer=tokenizer, overwrite=True, progress=False)
@@ -221,9 +231,14 @@ def test_chats_need_a_template(tmp_path, tokenizer):
         write(tmp_path / "b.jsonl", [{"text": "a"}, {"messages": TURNS}]),
     )
     assert prepare_jsonl(texts, tmp_path / "out", tokenizer=tmp_path / "bare", progress=False).train == 1
-    with pytest.raises(TemplateError, match="no chat template"):
+    with pytest.raises(
+        TemplateError, match=r"no chat template: set .* a file chat_template\.jinja in the tokenizer's folder, or"
+    ):
         prepare_jsonl(chats, tmp_path / "other", tokenizer=tmp_path / "bare", progress=False)
     assert not (tmp_path / "other").exists()
+    # The way out is one.
+    (tmp_path / "bare" / "chat_template.jinja").write_text(load_tokenizer(tokenizer).chat_template)
+    assert prepare_jsonl(chats, tmp_path / "other", tokenizer=tmp_path / "bare", progress=False).lengths.count == 2
 
 
 def test_bad_settings_are_refused_before_anything_is_written(tmp_path, tokenizer):

@@ -245,7 +245,7 @@ def test_what_cannot_be_shown(texts: Path, tmp_path: Path, capsys: pytest.Captur
         ((texts / "nowhere", "--show", 1, "--capacity", 64), 1, "there is no dataset at"),
         ((tmp_path / "empty", "--show", 1, "--capacity", 64), 1, "cannot be opened as"),
         ((tmp_path / "a.ckpt", "--show", 1, "--capacity", 64), 1, "is a checkpoint, which has no rows"),
-        ((tmp_path / "a.yaml", "--show", 1, "--capacity", 64), 1, "give a prepared folder, a .jsonl file"),
+        ((tmp_path / "a.yaml", "--show", 1, "--capacity", 64), 1, "has no 'splits', but model (the configuration of a run"),
         ((tmp_path / "a.yaml",), 1, "is data, and no checkpoint: '--show 3 --capacity N' draws"),
         ((texts / "data", "--show", 1, "--capacity", 64, "--tokenizer", tmp_path), 1, "no tokenizer can be loaded"),
         ((texts / "data", "--show", 1, "--capacity", 64, "--html", "a.html"), 2, "--show draws rows of a dataset"),

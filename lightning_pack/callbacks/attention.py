@@ -71,6 +71,7 @@ class PackedAttention(Callback):
             backend does not compute, with the reason; later, for one whose attention was set to something else.
         BackendError: for an unknown backend, and before the first step for one that is not installed or cannot run here.
         CollatedBatchError: for a batch that cannot be packed as it is, naming the entry and the ways out.
+        ValueError: before a step, for a row with a token id that the model does not embed, naming its source.
         ValueError: for settings of the policy that are not used; for batches that are not packed; for a layout into which the
             processes cannot be divided, or that the strategy does not know how to train; for ranks that share a row and got
             different ones; for ``probe_memory`` with a context-parallel layout, and for batches of other loaders with one,

@@ -13,6 +13,7 @@ from lightning_pack.attention import ActivatedModel, BackendChoice, choose_backe
 from lightning_pack.attention.backends import BackendName
 from lightning_pack.attention.inspection import ModelRefusedError
 from lightning_pack.attention.positions import require_positions
+from lightning_pack.attention.vocabulary import embedded_ids, require_embeddings
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.media_parameters import MediaParameters
 from lightning_pack.context import ContextSlice
@@ -40,6 +41,8 @@ class PackedModels:
         self._media: list[MediaParameters] = []
         self._context: ContextParallel | None = None
         self._cutter: RowCutter | None = None
+        #: Ids that one of the models embeds; None where that is not known.
+        self._embedded: int | None = None
         self._told: set[str] = set()
 
     @property
@@ -96,6 +99,7 @@ class PackedModels:
             if message not in self._told:
                 self._told.add(message)
                 rank_zero_info(message)
+        self._embedded = embedded_ids([model for model, _ in choices])
         if self._context is not None:
             if trainer.training and self._context.group(trainer) is not None:
                 refuse_unaveraged(pl_module, trainer.strategy, way_out="or set context=1")
@@ -122,7 +126,9 @@ class PackedModels:
             model.restore()
 
     def require(self, packed: PackedBatch, *, trainer: Trainer, pl_module: LightningModule, cut_late: bool) -> None:
-        """Refuse a row that is cut for other ranks than those that share it, and a model that is no longer set to it.
+        """Refuse a row that is cut for other ranks than those that share it, or has ids or positions that no model embeds.
+
+        And a model that is no longer set to packed rows.
 
         Args:
             packed: the row of the step.
@@ -149,6 +155,9 @@ class PackedModels:
                     f"{type(found_now).__name__} was put into {type(pl_module).__name__} after the run had begun, so nothing "
                     "keeps the sources of a packed row apart in it: assign models in __init__ or configure_model"
                 )
+        if self._embedded is not None:
+            names = " and ".join(dict.fromkeys(type(model.model).__name__ for model in self._active))
+            require_embeddings(packed, most=self._embedded, model=names)
         for model in self._active:
             model.require_active()
             if model.positions is not None:

@@ -22,6 +22,8 @@ class Extent(NamedTuple):
     length: int
     #: Targets of the loss inside the source; None where that would have to be asked of the device.
     targets: int | None
+    #: Largest id of its real tokens; None where that would have to be asked of the device.
+    largest: int | None = None
 
 
 def extents(contents: Contents, *, name: str) -> list[Extent]:
@@ -110,6 +112,7 @@ def _from_device(contents: Contents, *, mask: Tensor | None, lengths: list[int] 
         "first": first,
         "last": last,
         "targets": targets,
+        "largest": torch.where(real, ids, 0).amax(1),
         "stray": stray,
         "moved": _moved(read, real=real, counted=place - first[:, None], zero=zero),
         "length": torch.as_tensor(lengths, device=ids.device) if lengths is not None else zero,
@@ -149,7 +152,8 @@ def _from_device(contents: Contents, *, mask: Tensor | None, lengths: list[int] 
                 "sources are packed in the row already, leave attention_mask out"
             )
     starts = (first if length else 0 for first, length in zip(found["first"], found["real"], strict=True))
-    return [Extent(*each) for each in zip(names, starts, found["real"], found["targets"], strict=True)]
+    told = (found[column] for column in ("real", "targets", "largest"))
+    return [Extent(*each) for each in zip(names, starts, *told, strict=True)]
 
 
 def _targets(read: dict[str, Any], *, real: Tensor, place: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:

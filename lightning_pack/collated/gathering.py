@@ -36,6 +36,8 @@ def gather_row(packs: Iterable[Pack], contents: Contents, *, places: list[int], 
     assert isinstance(moved, CollatedRow)
     row, index = moved, moved.input_ids
     row.input_ids = _take(ids, index, fill=pad_id)
+    # So far it is that of the places.
+    row.largest_id = None
     row.labelled = "labels" in read or "shift_labels" in read
     for name in ("labels", "shift_labels"):
         setattr(row, name, _labels(read, getattr(row, name)))

@@ -105,6 +105,9 @@ def _packed(contents: Contents, found: list[Extent], *, policy: PackingPolicy, p
     packs.append(Pack([], None, left_out=gone))
     result = gather_row(packs, contents, places=places, pad_id=pad_id)
     result.rows = len(contents.input_ids)
+    largest = [found[row].largest for row in places]
+    if None not in largest:
+        result.largest_id = max([pad_id, *largest])  # type: ignore[type-var]
     if not places:
         # The step goes on, on every rank, over a pad that is no source and no target.
         result.source_keys.clear()

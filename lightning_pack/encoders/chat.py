@@ -37,7 +37,12 @@ _PROBE: list[Message] = [
 _SYSTEM: Message = {"role": "system", "content": "Some instruction."}
 _WAYS_OUT = (
     "put {% generation %} and {% endgeneration %} around what the assistant writes in the template, or set another "
-    "tokenizer.chat_template"
+    "tokenizer.chat_template (in a saved tokenizer's folder the file chat_template.jinja)"
+)
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template: set tokenizer.chat_template, or use records with 'text'. On the command line, put the "
+    "template in a file chat_template.jinja in the tokenizer's folder, or give the folder of a tokenizer that has one, as that "
+    "of an instruction-tuned model (prepare, prepack and plan: --tokenizer DIR; fit: --data.tokenizer DIR)"
 )
 
 
@@ -61,7 +66,7 @@ class ChatEncoder:
         self.pad_id = padding_id(tokenizer)
         self.template_kwargs: dict[str, Any] = dict(template_kwargs or {})
         if not tokenizer.chat_template:
-            raise TemplateError("the tokenizer has no chat template: set tokenizer.chat_template, or use records with 'text'")
+            raise TemplateError(_NO_TEMPLATE)
         if not tokenizer.is_fast:
             raise TemplateError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so the characters of a token are not known: "

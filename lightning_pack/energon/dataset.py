@@ -17,6 +17,7 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
 from lightning_pack.encoders import Encoder
 from lightning_pack.energon import storage as storage  # Energon reads object stores through it from here on.
+from lightning_pack.energon.metadataset import EXAMPLE, metadataset_problem
 from lightning_pack.energon.reading import OnDamaged
 from lightning_pack.energon.stage import PackingStage
 from lightning_pack.energon.task_encoder import PackTaskEncoder, task_encoder
@@ -65,8 +66,14 @@ def _opening(path: str, split: str) -> Iterator[None]:
             yield
     except EmptyDatasetError as e:
         raise ValueError(f"the dataset {path!r} has no samples in its split {split!r}") from e
-    except (OSError, KeyError, AssertionError, ValueError) as e:
-        if isinstance(e, ValueError) and not str(e).startswith("Invalid dataset"):
+    except Exception as e:
+        problem = metadataset_problem(path, e, split=split)
+        if problem is not None:
+            raise ValueError(
+                f"{path!r} {problem}. Give a dataset folder, a .jsonl file, or a metadataset, which looks like this (paths "
+                f"start where it lies):\n{EXAMPLE}"
+            ) from e
+        if not isinstance(e, OSError | KeyError | AssertionError) and not str(e).startswith("Invalid dataset"):
             raise
         raise ValueError(
             f"{path!r} cannot be opened as an Energon dataset ({type(e).__name__}: {e}). Make one with "
@@ -174,6 +181,15 @@ def _load(path: str, split: str) -> Any:
         )
 
 
+def sample_count(path: str, split: str) -> int:
+    """Samples in a split, of all datasets that the path leads to.
+
+    Raises:
+        ValueError: if it cannot be opened.
+    """
+    return sum(len(leaf.dataset) for leaf in _leaves(path, split)[0])
+
+
 def has_split(path: str, split: str) -> bool:
     """Whether the dataset has samples in ``split``. A single ``.jsonl`` file has no splits: it is all ``train``.
 
@@ -183,7 +199,7 @@ def has_split(path: str, split: str) -> bool:
     if path.endswith(".jsonl"):
         return split == "train"
     try:
-        return sum(len(leaf.dataset) for leaf in _leaves(path, split)[0]) > 0
+        return sample_count(path, split) > 0
     except ValueError as e:
         if isinstance(e.__cause__, EmptyDatasetError | KeyError | AssertionError) and _leaves(path, "train")[0]:
             return False

@@ -7,11 +7,14 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from lightning_pack.energon.dataset import StreamOptions, open_share
+from lightning_pack.energon.dataset import StreamOptions, open_share, sample_count
 from lightning_pack.energon.position import StagePosition
 from lightning_pack.energon.reader import Position, RankReader, WorkerPosition, Workers
 from lightning_pack.energon.state import from_plain, to_plain
+from lightning_pack.energon.worker import NoSampleError
+from lightning_pack.row import PackedBatch
 from lightning_pack.source import LeftOut
+from lightning_pack.topology import many
 from lightning_pack.tracked import Fetched, TrackedLoader
 
 
@@ -132,9 +135,33 @@ class ExactLoader(TrackedLoader[Standing]):
 
     def _endless(self) -> Iterator[Fetched[Standing]]:
         reader = self._open(None)
-        while (batch := reader.read()) is not None:
+        while (batch := self._row_of(reader)) is not None:
             yield Fetched(batch, Standing(0, reader.position()))
         raise RuntimeError("the endless stream has ended")
+
+    def _row_of(self, reader: RankReader) -> PackedBatch | None:
+        try:
+            return reader.read()
+        except NoSampleError as e:
+            raise NoSampleError(f"a loader worker has no sample to read: {self._spread()}") from e
+
+    def _spread(self) -> str:
+        """How many samples there are for how many workers, and what to do about too few."""
+        path, of, here = self.options.path, self._workers.of, len(self._workers.numbers)
+        samples, ranks = sample_count(path, "train"), of // here
+        asked = here if self._workers.processes else 0
+        most = samples // ranks
+        if most >= here:
+            way_out = "use fewer workers or ranks"
+        elif most:
+            way_out = f"set num_workers={most} or less" + (", use fewer ranks" if ranks > 1 else "")
+        else:
+            way_out = f"use {many(samples, 'rank')} at most"
+        spread = f"{many(ranks, 'data-parallel rank')}, num_workers={asked}"
+        return (
+            f"{path!r} has {many(samples, 'sample')} to train on for {many(of, 'loader worker')} ({spread}), and each worker "
+            f"reads its own share: {way_out}, or give more data"
+        )
 
     def _pass(self) -> Iterator[Fetched[Standing]]:
         """The rest of a pass: as many rows as every rank has, the last of them with what is left over."""
@@ -143,8 +170,8 @@ class ExactLoader(TrackedLoader[Standing]):
         held = reader.read()
         if not self._everyone(held is not None):
             raise ValueError(
-                "a data-parallel rank has no row to train on in this pass over the data: use fewer ranks or loader workers, or "
-                "more data" + _listed(reader.take_orphans())
+                f"a data-parallel rank has no row to train on in this pass over the data: {self._spread()}"
+                + _listed(reader.take_orphans())
             )
         assert held is not None
         while True:

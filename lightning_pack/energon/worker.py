@@ -98,6 +98,10 @@ class _WorkerTraceback(Exception):  # noqa: N818 - shown as the cause of the err
         return f"\n{self.args[0]}"
 
 
+class NoSampleError(ValueError):
+    """A share of the data in which there is no sample."""
+
+
 def rows_of_share(open_share: OpenShare, whereabouts: Whereabouts, origin: StagePosition | None) -> Iterator[Row | End]:
     """The rows of a share from a position on, or from its beginning."""
     try:
@@ -122,7 +126,7 @@ def _rows(open_share: OpenShare, whereabouts: Whereabouts, origin: StagePosition
             batch = next(rows, None)
         except (AssertionError, LookupError, TypeError, AttributeError) as e:
             if "empty dataset" in str(e):
-                raise ValueError("a loader worker has no sample to read: use fewer workers or ranks, or more data") from e
+                raise NoSampleError("a loader worker has no sample to read: use fewer workers or ranks, or more data") from e
             if origin is None or number:
                 raise
             # Energon reads the samples of its buffers again, and says little about what it does not find.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_pack.encoders import Encoder, load_image_processor, tokenizer_fingerprint, vision_family
+from lightning_pack.encoders import Encoder, load_image_processor, load_tokenizer, tokenizer_fingerprint, vision_family
+from lightning_pack.encoders.image_processor import image_processor_fingerprint
 from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.encoders.vision_checks import check_image_processor, known_token
 from lightning_pack.energon.storage import local_folder
@@ -62,13 +64,47 @@ def row_media(path: str, manifest: Manifest, *, encoder: Encoder | None, image_p
             )
         return encoder
     # Its placeholder says where the images are.
-    then, now = flat({"tokenizer": manifest.encoder["tokenizer"]}), flat({"tokenizer": tokenizer_fingerprint(tokenizer)})
-    if then != now:
+    lines = _differences(manifest, {"tokenizer": tokenizer_fingerprint(tokenizer)})
+    if lines:
         raise ManifestError(
             f"the tokenizer beside the rows in {path!r} is not the one that made them:\n"
-            + "\n".join(f"  encoder.{n}: {then.get(n)!r} in the rows, {now.get(n)!r} now" for n in now if then.get(n) != now[n])
+            + "\n".join(f"  {line}" for line in lines)
             + "\nRestore it, or give the one that made them (tokenizer=...)"
         )
     family = vision_family(str(manifest.encoder["family"]))
     check_image_processor(image_processor, family)
     return ImageReader(image_processor, family, known_token(tokenizer, family))
+
+
+def problems_beside(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the tokenizer and the image processor that lie beside rows with images, in a local folder.
+
+    Rows may be read with others that are given, so it is no problem if none lie there.
+    """
+    beside = folder / "tokenizer"
+    if not manifest.media or manifest.encoder.get("encoder") != _VISION_CHAT or not beside.is_dir():
+        return []
+    problems = []
+    for name, of in (("tokenizer", _tokenizer_at), ("image_processor", _image_processor_at)):
+        try:
+            lines = _differences(manifest, {name: of(beside)})
+        except ValueError as e:
+            problems.append(str(e))
+            continue
+        problems += [f"the {name.replace('_', ' ')} beside the rows is not the one that made them: {line}" for line in lines]
+    return problems
+
+
+def _tokenizer_at(folder: Path) -> dict[str, Any]:
+    return tokenizer_fingerprint(load_tokenizer(folder))
+
+
+def _image_processor_at(folder: Path) -> dict[str, Any]:
+    return image_processor_fingerprint(load_image_processor(folder))
+
+
+def _differences(manifest: Manifest, parts: Mapping[str, Any]) -> list[str]:
+    """A line for each value in which parts of the encoder's fingerprint are not those of the rows."""
+    then, now = flat({name: manifest.encoder.get(name, {}) for name in parts}), flat(parts)
+    names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
+    return [f"encoder.{name}: {then.get(name)!r} in the rows, {now.get(name)!r} now" for name in names]

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_pack.energon.dataset import _leaves
 from lightning_pack.offline.manifest import MANIFEST, Manifest
 from lightning_pack.offline.row_file import DamagedRowError, Row
+from lightning_pack.offline.row_media import problems_beside
 from lightning_pack.offline.shard_file import samples_of, sha256_of
 from lightning_pack.offline.split_statistics import Shard, SplitStatistics
 from lightning_pack.offline.workplace import RESUMED
@@ -50,7 +51,8 @@ def verify(folder: str | Path, *, progress: bool = False) -> Verified:
         progress: show a progress bar where stderr is a terminal.
 
     Raises:
-        VerificationError: naming each shard, row and source that is not right.
+        VerificationError: naming each shard, row and source that is not right, and a tokenizer or image processor beside rows
+            with images that did not make them.
         ValueError: if there are no packed rows.
     """
     folder = Path(folder)
@@ -74,6 +76,7 @@ def verify(folder: str | Path, *, progress: bool = False) -> Verified:
         problems.append(f"Energon's index is missing ({index.relative_to(folder)})")
     elif not problems:
         problems += _problems_of_reading(folder, manifest)
+    problems += problems_beside(folder, manifest)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
         more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""

@@ -15,6 +15,13 @@ from lightning_pack.location import is_remote, location
 #: File that only a finished dataset holds, and the version of its content.
 MARKER = "lightning_pack.json"
 FORMAT = 1
+#: Options that are hashes, which say nothing to people, and what it means that they differ.
+_HASHED = {
+    "content": "the input file changed since, or is another one",
+    "tokenizer.backend": "the tokenizer has another vocabulary, or cuts texts by other rules",
+    "tokenizer.chat_template": "the tokenizer has another chat template",
+    "settings": "the image processor has other settings",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,16 +206,23 @@ def refuse_other_settings(dataset: PreparedDataset, *, recipe: str, options: Map
     """
     old = flat({"recipe": dataset.recipe, **dataset.options})
     new = flat({"recipe": recipe, **options})
-    differences = [
-        f"  {name}: {old.get(name, 'absent')!r} there, {new.get(name, 'absent')!r} asked for"
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name, "absent") != new.get(name, "absent")
-    ]
-    if differences:
+    differ = [name for name in dict.fromkeys([*old, *new]) if old.get(name, "absent") != new.get(name, "absent")]
+    if not differ:
+        return
+    way_out = "Prepare it again with --overwrite (overwrite=True), or choose another folder"
+    if differ == ["content"]:
         raise ValueError(
-            f"{dataset.path} was prepared with other settings:\n" + "\n".join(differences) + "\nPrepare it again with "
-            "--overwrite (overwrite=True), or choose another folder"
+            f"{dataset.path} was prepared from other lines: the input file changed since, or is another one; all settings and "
+            f"the tokenizer are the same. {way_out}"
         )
+    lines = [f"  {name}: {_difference(name, old.get(name, 'absent'), new.get(name, 'absent'))}" for name in differ]
+    raise ValueError(f"{dataset.path} was prepared with other settings:\n" + "\n".join(lines) + f"\n{way_out}")
+
+
+def _difference(name: str, there: Any, asked: Any) -> str:
+    if name in _HASHED and "absent" not in (there, asked) and None not in (there, asked):
+        return _HASHED[name]
+    return f"{there!r} there, {asked!r} asked for"
 
 
 def check_ours(out: Path) -> None:
