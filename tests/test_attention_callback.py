@@ -159,6 +159,17 @@ def test_other_batches_are_refused(stage: str, batch: Any, message: str) -> None
         getattr(trainer, stage)(Plain(), Rows(batch))
 
 
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_batches_of_several_loaders_in_one_step_are_refused(kind: str) -> None:
+    padded = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4, dtype=torch.int64)}
+    batch = padded if kind == "padded" else next(iter(rows()))
+    combined = {"a": Rows(batch), "b": Rows(batch)}
+    with pytest.raises(
+        ValueError, match=r"got a dict with keys \['a', 'b'\], the batches of several loaders in one step.*Concat"
+    ):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(Plain(), combined)
+
+
 def test_an_empty_row_is_refused() -> None:
     empty = PackedBatch.from_packs([Pack([], None)], pad_id=0)
     assert empty.input_ids.shape == (1, 0)

@@ -828,6 +828,19 @@ def test_two_ranks_get_equally_many_rows_and_lose_nothing(tmp_path: Path) -> Non
     assert not set(results[0]["whole"]) & set(results[1]["whole"])
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, "packs the batches of a loader, and got None: give it a DataLoader"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}], r"batch 0 is a single sample, with input_ids \[3\].*collate_fn=list"),
+        ([{"input_ids": torch.arange(4), "labels": torch.arange(4)}], r"a single sample, with input_ids \[4\]"),
+    ],
+)
+def test_what_is_no_loader_of_batches_is_told(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        list(pack_loader(given, POLICY))
+
+
 def test_loaders_without_a_row_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no row in this pass over the loader.*left out: batch 0, row 0 \(overlength\)"):
         list(pack_loader(Batches(lambda: pad(make_sources((30,)))), POLICY))
