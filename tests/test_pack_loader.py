@@ -842,5 +842,11 @@ def test_what_is_no_loader_of_batches_is_told(given: Any, text: str) -> None:
 
 
 def test_loaders_without_a_row_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no row in this pass over the loader.*left out: batch 0, row 0 \(overlength\)"):
+    once = pack_loader((pad(make_sources((9, 5))) for _ in range(2)), POLICY)
+    assert list(once)
+    with pytest.raises(ValueError, match="there is no row in this pass over the loader: a generator can be read only once"):
+        list(once)
+    with pytest.raises(ValueError, match="no row in this pass over the loader: it gives no batches"):
+        list(pack_loader([], POLICY))
+    with pytest.raises(ValueError, match=r"raise the policy's capacity.*left out: batch 0, row 0 \(overlength\)"):
         list(pack_loader(Batches(lambda: pad(make_sources((30,)))), POLICY))
