@@ -113,11 +113,28 @@ def require_packed(batch: Any) -> PackedBatch:
                 "packs_per_batch, and give more of them with accumulate_grad_batches"
             )
         return batch
+    if _combined(batch):
+        raise ValueError(
+            f"PackedAttention got {describe_batch(batch)}, the batches of several loaders in one step, and a step has one "
+            "packed row: give the Trainer one loader (torch.utils.data.ConcatDataset joins datasets), for evaluation a list of "
+            "loaders, which come one after the other"
+        )
     raise ValueError(
         f"PackedAttention got {describe_batch(batch)} and needs a PackedBatch, whose boundaries keep sources apart: use a "
         "datamodule that packs (EnergonPackDataModule), let PackedAttention(policy=PackingPolicy(...)) pack the padded batches "
         "(dicts with input_ids, attention_mask and labels) of any loader, or let the loader's collate_fn return "
         "PackedBatch.from_packs([policy.build(sources)], pad_id=...)"
+    )
+
+
+def _combined(batch: Any) -> bool:
+    """Whether this is what Lightning makes of a dict or list of training loaders: a batch, padded or packed, of each."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    # Samples that are not collated have a dimension less.
+    return bool(parts) and all(
+        isinstance(part, PackedBatch)
+        or (isinstance(part, Mapping) and isinstance(ids := part.get("input_ids"), Tensor) and ids.dim() == 2)
+        for part in parts
     )
 
 

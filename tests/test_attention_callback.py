@@ -7,10 +7,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.data import warning_cache
 from torch import Tensor, nn
 from torch.optim import SGD
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_pack import PackingPolicy, pack_loader, packed_row
 from lightning_pack.attention import STRICT_ATTENTION, ModelRefusedError
 from lightning_pack.callbacks import PackedAttention, TokenNormalizedGradients
 from lightning_pack.callbacks.monitor import PackingMonitor
@@ -18,9 +20,11 @@ from lightning_pack.module import PackedCausalLM
 from lightning_pack.parallel import ParallelLayout
 from lightning_pack.row import PackedBatch
 from lightning_pack.source import Pack
+from tests.padded_batches import Batches, pad
 from tests.tiny_models import (
     Rows,
     alone_gradients,
+    alone_loss,
     forward_inputs,
     make_sources,
     pack_row,
@@ -157,6 +161,50 @@ def test_other_batches_are_refused(stage: str, batch: Any, message: str) -> None
     trainer = quiet_trainer(callbacks=[alone()], max_epochs=1)
     with pytest.raises(ValueError, match=message + r" and needs a PackedBatch.*EnergonPackDataModule.*from_packs"):
         getattr(trainer, stage)(Plain(), Rows(batch))
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_batches_of_several_loaders_in_one_step_are_refused(kind: str) -> None:
+    padded = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4, dtype=torch.int64)}
+    batch = padded if kind == "padded" else next(iter(rows()))
+    combined = {"a": Rows(batch), "b": Rows(batch)}
+    with pytest.raises(
+        ValueError, match=r"got a dict with keys \['a', 'b'\], the batches of several loaders in one step.*Concat"
+    ):
+        quiet_trainer(callbacks=[alone()], max_epochs=1).fit(Plain(), combined)
+
+
+class LogsLoss(Plain):
+    """Logs its loss over the pass, as Lightning weighs it and by target tokens."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self._step("validate", batch)
+        self.log("by_row", loss)
+        row = packed_row(batch)
+        assert row is not None
+        self.log("by_token", loss, batch_size=int(row.target_tokens()))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_loss_that_is_logged_can_be_the_mean_over_target_tokens(in_place: bool) -> None:
+    # A warning of Lightning comes once in a process, and is an error here.
+    warning_cache.clear()
+    policy = PackingPolicy(64)
+    sources = make_sources((9, 3, 30, 4, 3, 21, 5), seed=2)
+    batches = Batches(lambda: pad(sources[:2]), lambda: pad(sources[2:]))
+    loader = batches if in_place else pack_loader(batches, policy, window=2)
+    module = LogsLoss(tiny_model("llama", dtype=torch.float64))
+    parts = [alone_loss(module.model, source) for source in sources]
+    expected = float(sum(total.item() for total, _ in parts) / sum(count for _, count in parts))
+    callback = PackedAttention(policy=policy if in_place else None, monitor=False)
+    (found,) = quiet_trainer(callbacks=[callback]).validate(module, loader, verbose=False)
+    assert len(module.losses) == 2
+    assert max(module.losses) - min(module.losses) > 1e-3
+    assert abs(found["by_token"] - expected) < 1e-6
+    weights = [2, 5] if in_place else [1, 1]
+    by_row = sum(n * loss for n, loss in zip(weights, module.losses, strict=True)) / sum(weights)
+    assert abs(found["by_row"] - by_row) < 1e-6
+    assert abs(by_row - expected) > 1e-5
 
 
 def test_an_empty_row_is_refused() -> None:

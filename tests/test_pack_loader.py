@@ -830,6 +830,25 @@ def test_two_ranks_get_equally_many_rows_and_lose_nothing(tmp_path: Path) -> Non
     assert not set(results[0]["whole"]) & set(results[1]["whole"])
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, "packs the batches of a loader, and got None: give it a DataLoader"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}], r"batch 0 is a single sample, with input_ids \[3\].*collate_fn=list"),
+        ([{"input_ids": torch.arange(4), "labels": torch.arange(4)}], r"a single sample, with input_ids \[4\]"),
+    ],
+)
+def test_what_is_no_loader_of_batches_is_told(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        list(pack_loader(given, POLICY))
+
+
 def test_loaders_without_a_row_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no row in this pass over the loader.*left out: batch 0, row 0 \(overlength\)"):
+    once = pack_loader((pad(make_sources((9, 5))) for _ in range(2)), POLICY)
+    assert list(once)
+    with pytest.raises(ValueError, match="there is no row in this pass over the loader: a generator can be read only once"):
+        list(once)
+    with pytest.raises(ValueError, match="no row in this pass over the loader: it gives no batches"):
+        list(pack_loader([], POLICY))
+    with pytest.raises(ValueError, match=r"raise the policy's capacity.*left out: batch 0, row 0 \(overlength\)"):
         list(pack_loader(Batches(lambda: pad(make_sources((30,)))), POLICY))

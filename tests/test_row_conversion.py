@@ -229,6 +229,7 @@ def test_files_of_no_known_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.npy").write_bytes(b"nothing")
     (tmp_path / "broken.parquet").write_bytes(b"nothing")
     (tmp_path / "text.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "x.csv").write_text("1,2")
     write_parquet(tmp_path / "columns.parquet", [{"input_ids": [1]}])
     parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(ROW, 1)]), tmp_path / "numbers.parquet")
@@ -239,6 +240,7 @@ def test_files_of_no_known_format_are_refused(tmp_path: Path) -> None:
         ("columns.parquet", "has the columns input_ids; packed rows need input_ids, loss_mask, seq_start_id"),
         ("numbers.parquet", r"the column input_ids of .* is int64; packed rows hold a list of whole numbers in each row"),
         ("text.jsonl", "neither a packed chat"),
+        ("empty.jsonl", r"empty\.jsonl holds no rows"),
         ("x.csv", "is of no known format"),
         ("missing.npy", "there is no file or folder"),
     ):
@@ -340,6 +342,18 @@ def test_a_chat_that_cannot_be_understood_is_an_error_or_is_counted(tmp_path: Pa
     first, second = replay(tmp_path / "rows")
     assert first.source_keys == ["chats.jsonl[1]#0", "chats.jsonl[1]#2"]
     assert second.source_keys == ["chats.jsonl[2]#0"]
+
+
+def test_files_without_a_row_that_can_be_trained_on_say_why(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["why so it is be brief"] * 5, vocab_size=300)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [TURN[0], TURN[0]]}))
+    with pytest.raises(ValueError, match=r"1 rows or sources of it are left out, such as chats\.jsonl\[1\]#0 \(no_targets\)"):
+        convert(tmp_path / "chats.jsonl", tmp_path / "rows", capacity=64, tokenizer=tokenizer)
+    none = {name: pyarrow.array([], pyarrow.list_(pyarrow.int32())) for name in ROW}
+    parquet.write_table(pyarrow.table(none), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="no row for the split 'train' can be trained on: its files hold no rows"):
+        convert(tmp_path / "none.parquet", tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()
 
 
 def test_collated_boundaries_are_read() -> None:
@@ -460,7 +474,7 @@ def test_labels_of_a_collated_row_are_moved_already(tmp_path: Path) -> None:
         ({"token_mask": [1, 1, 0]}, "loss_mask has 3 values for 8 tokens"),
         ({"labels": [10, 20, 2, 99, 40, 50, 2, 99]}, "labels of a collated row are moved by one place"),
         ({"tokens": [1] * 8}, "has input_ids and tokens: keep one"),
-        ({"token_mask": None}, r"loss_mask \(or token_mask\) is missing"),
+        ({"token_mask": None}, r"loss_mask \(or token_mask\) is missing: give 1 where the loss counts the prediction"),
         ({"packed_cu_seqlens_unpadded": [0, 5, 6]}, r"#0 has 5 tokens in 4 places"),
     ],
 )

@@ -205,9 +205,10 @@ class PackedAttention(Callback):
         pad_id = None if model is None else model.config.get_text_config().pad_token_id
         row = self._packer.take(batch, stage=stage, name=name, pad_id=pad_id or 0, model=model)
         packed = require_packed(batch if row is None else row)
-        if isinstance(row, CollatedRow) and row.rows is not None and (results := trainer._results) is not None:
-            # Lightning weighs what a step logs by the first tensor that it finds, which would be one row now.
-            results.batch_size = row.rows
+        if (results := trainer._results) is not None:
+            # Lightning weighs what a step logs by the length of the first tensor that it finds, which is one row, and warns
+            # that others of the batch have other lengths.
+            results.batch_size = row.rows if isinstance(row, CollatedRow) and row.rows is not None else 1
         self._models.require(packed, trainer=trainer, pl_module=pl_module, cut_late=packed is not batch)
         if stage == "train":
             self._trains |= len(packed.source_keys) > 0

@@ -261,9 +261,15 @@ class PackLoader(TrackedLoader[LoaderPosition]):
         yield Fetched(row, self._end_of(begun), ends_pass=True)
 
     def _no_row(self, news: list[LeftOut]) -> ValueError:
-        who = "a data-parallel rank has" if self._even_ranks and not self.for_predict else "there is"
+        alone = number_of_ranks() == 1
+        who = "a data-parallel rank has" if self._even_ranks and not self.for_predict and not alone else "there is"
+        way_out = "use fewer ranks, or more data" if not alone else "it gives no batches" if not news else "correct its data"
+        if alone and not news and isinstance(self.loader, Iterator):
+            way_out = f"a {type(self.loader).__name__} can be read only once; give an iterable, such as a DataLoader"
+        elif alone and any(gone.reason == "overlength" for gone in news):
+            way_out = "raise the policy's capacity, or let overlength='truncate' cut what is longer"
         return ValueError(
-            f"{who} no row in this pass over the loader: use fewer ranks, or more data"
+            f"{who} no row in this pass over the loader: {way_out}"
             + "".join(f"; left out: {gone.key} ({gone.reason})" for gone in news[:3])
         )
 

@@ -40,6 +40,7 @@ def sources_of(batch: Any, *, roles: BatchFields, name: str, needs_targets: bool
         return [_sample(sample, roles=roles, name=each, needs_targets=needs_targets) for sample, each in numbered]
     named = _named(batch, name=name)
     named = {entry: value.cpu() if isinstance(value, Tensor) else value for entry, value in named.items()}
+    _refuse_sample(named.get("input_ids"), name=name)
     flattened = is_flattened(named)
     contents = contents_of(named, roles=roles, flattened=flattened)
     _refuse_others(contents, named, roles=roles, name=name)
@@ -53,6 +54,16 @@ def sources_of(batch: Any, *, roles: BatchFields, name: str, needs_targets: bool
         place = slice(extent.start, extent.start + extent.length)
         found.append(EncodedSource.of(extent.key, contents.input_ids[row, place].long().clone(), labels[row, place]))
     return found
+
+
+def _refuse_sample(ids: Any, *, name: str) -> None:
+    """Refuse what a dataset gives, where a batch should be."""
+    vector = ids.dim() == 1 if isinstance(ids, Tensor) else isinstance(ids, list) and bool(ids) and type(ids[0]) is int
+    if vector:
+        raise CollatedBatchError(
+            f"{name} is a single sample, with input_ids [{len(ids)}], and pack_loader packs the samples of batches: give it "
+            "DataLoader(dataset, batch_size=..., collate_fn=list), or batches with input_ids [sources, tokens]"
+        )
 
 
 def _named(batch: Any, *, name: str) -> dict[str, Any]:

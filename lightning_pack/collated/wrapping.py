@@ -106,6 +106,11 @@ def pack_loader(
 
 
 def _refuse_several(loader: Any) -> None:
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise ValueError(
+            f"pack_loader packs the batches of a loader, and got {loader!r:.80}: give it a DataLoader, or another iterable of "
+            "batches"
+        )
     # Lightning's CombinedLoader, of either of its names.
     several = getattr(loader, "flattened", None)
     if isinstance(loader, Mapping):

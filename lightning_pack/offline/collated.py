@@ -199,7 +199,8 @@ def _one_of(row: Mapping[str, Any], first: str, second: str, place: str, *, opti
     if first in row and second in row:
         raise GivenRowError(f"{place} has {first} and {second}: keep one of them, it is not clear which is meant")
     if first not in row and second not in row and not optional:
-        raise GivenRowError(f"{place}: {first} (or {second}) is missing")
+        way_out = ": give 1 where the loss counts the prediction of the next token, else 0" if first == "loss_mask" else ""
+        raise GivenRowError(f"{place}: {first} (or {second}) is missing{way_out}")
     return row.get(first, row.get(second))
 
 

@@ -181,6 +181,8 @@ def _format(file: Path) -> str:
         raise ValueError(f"{file} is of no known format: {', '.join([*_SUFFIXES, '.jsonl'])} are known")
     with file.open(encoding="utf-8-sig") as opened:
         first = next((line for line in opened if line.strip()), "")
+    if not first:
+        raise ValueError(f"{file} holds no rows: it has no line with text")
     try:
         record: Any = json.loads(first)
     except ValueError:
@@ -269,7 +271,11 @@ class _Writer:
         """Of what was written."""
         self._end_shard()
         if not self.rows:
-            raise ValueError(f"no row for the split {self.split!r} can be trained on: {len(self.gone)} are left out")
+            told = ", ".join(f"{gone.key} ({gone.reason})" for gone in self.gone[:3])
+            raise ValueError(
+                f"no row for the split {self.split!r} can be trained on: "
+                + (f"{len(self.gone)} rows or sources of it are left out, such as {told}" if told else "its files hold no rows")
+            )
         notes = {name: read_shard_note(self.folder, name) for name in self.shards}
         return SplitStatistics(
             sources=self.sources,
