@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 #: Settings that limit media.
 MEDIA_LIMITS = ("max_media_tokens", "max_media_bytes", "buffer_media_tokens", "buffer_media_bytes")
+#: What ``cu_seqlens`` can count, being int32.
+_MOST_TOKENS = 2**31 - 1
 _WHOLE_BUFFER = "carry_over=False, which packs a buffer as a whole"
 
 
@@ -57,6 +59,10 @@ def _check_ranges(policy: PackingPolicy) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+    for name in ("capacity", "width"):
+        tokens = getattr(policy, name)
+        if isinstance(tokens, int) and tokens > _MOST_TOKENS:
+            raise ValueError(f"{name}={tokens}: a row has at most {_MOST_TOKENS} tokens, as cu_seqlens counts them in int32")
     limit = policy.age_limit
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 2 <= limit < float("inf")):
         raise ValueError(f"age_limit={limit!r}: a number of turnovers of at least 2 is needed")

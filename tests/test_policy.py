@@ -79,6 +79,8 @@ def test_every_source_is_packed_once_and_no_pack_is_too_long(algorithm: str, len
     [
         ({"capacity": 0}, "capacity=0"),
         ({"capacity": 8.5}, "capacity=8.5"),
+        ({"capacity": 10**12}, "capacity=1000000000000: a row has at most 2147483647 tokens, as cu_seqlens"),
+        ({"capacity": 8, "width": 2**31}, "width=2147483648: a row has at most 2147483647 tokens"),
         ({"capacity": 10, "multiple": 4}, "capacity=10 is not a multiple of multiple=4: take 8"),
         ({"capacity": 8, "algorithm": "best"}, "'best' is not known; known are auto, balanced_greedy_knapsack, best_fit"),
         ({"capacity": 8, "overlength": "skip"}, "overlength='skip' is not one of"),

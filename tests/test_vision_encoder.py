@@ -135,6 +135,7 @@ def test_names_of_images(field: str, tmp_path: Any) -> None:
         ({"type": "image", field: str(tmp_path / "there.png")}, {}),
         ({"type": "image", field: address}, {}),
         ({"type": "image_url", "image_url": {"url": address}}, {}),
+        ({"type": "image_url", "image_url": {"url": address, "detail": "auto"}}, {}),
     ]
     for part, files in forms:
         source = encoder("a", with_messages([part], files=files))
@@ -143,6 +144,13 @@ def test_names_of_images(field: str, tmp_path: Any) -> None:
     for given in (content, Image.open(io.BytesIO(content)), np.array(Image.open(io.BytesIO(content)))):
         found = encoder("a", with_messages([{"type": "image"}], images=[given])).completed()
         assert torch.equal(found.media["pixel_values"], expected.media["pixel_values"])
+
+
+def test_what_is_asked_of_an_image_and_not_done_leaves_the_source_out() -> None:
+    part = {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}
+    with pytest.raises(LeaveOut, match=r"an 'image_url' with \{'detail': 'low'\}, which is not used") as caught:
+        vision_encoder()("a", with_messages([part], files={"a.png": picture(0)}))
+    assert (caught.value.reason, caught.value.problem) == ("corrupt", "unused fields")
 
 
 def test_named_images_and_the_rest_in_order() -> None:

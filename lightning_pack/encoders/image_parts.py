@@ -147,5 +147,10 @@ def _named(part: Mapping[str, Any], what: str) -> Any:
     if isinstance(given[0], Mapping):
         if not isinstance(given[0].get("url"), str):
             raise LeaveOut("corrupt", f"{what} has an 'image_url' without 'url'", "image not named")
+        # How finely an image is seen is the image processor's part; "auto" asks for nothing else.
+        unused = {name: value for name, value in given[0].items() if (name, value) != ("detail", "auto") and value is not None}
+        del unused["url"]
+        if unused:
+            raise LeaveOut("corrupt", f"{what} has an 'image_url' with {unused!r}, which is not used", "unused fields")
         return given[0]["url"]
     return given[0]
