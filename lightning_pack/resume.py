@@ -164,7 +164,8 @@ def saved_settings(state: Any) -> dict[str, Any]:
         ResumeError: for a state of another version.
         StateError: if the state is not one that this package writes.
     """
-    if not state:
+    # A tensor, which it may be by damage, has no truth.
+    if state is None or (type(state) is dict and not state):
         raise ResumeError(
             "the checkpoint's data position is empty: the checkpoint was not saved while training, or its position was taken "
             f"out. {RESTART} {NEW_RUN}"
