@@ -13,6 +13,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+#: Names inside parts of published configurations, and under which transformers reads the same.
+_READ_AS = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
+#: What such parts hold for generation, which training does not use.
+_OF_GENERATION = {"bos_token_id", "eos_token_id"}
+
 
 def load_causal_lm(source: str | dict[str, Any], *, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model with weights of ``dtype``; with its vision encoder, where it has one.
@@ -80,14 +85,28 @@ def _unknown_names(kind: type, values: dict[str, Any]) -> Iterator[str]:
     yield from _unknown_to(kind, values, code)
 
 
-def _unknown_to(kind: Any, values: dict[str, Any], code: str, part: str = "") -> Iterator[str]:
+def _unknown_to(
+    kind: Any, values: dict[str, Any], code: str, part: str = "", whole: dict[str, Any] | None = None
+) -> Iterator[str]:
     default = kind()
-    known = {"rope_theta", "rope_scaling"} if hasattr(default, "rope_parameters") else set()
+    # Before it is asked for attributes: of one that differs between layers a configuration raises an error of its own.
+    known = set(default.to_dict())
+    if hasattr(default, "rope_parameters"):
+        known |= {"rope_theta", "rope_scaling"}
     for name, value in values.items():
         inner = getattr(kind, "sub_configs", {}).get(name)
         if isinstance(inner, type) and inner is not AutoConfig and isinstance(value, dict):
             # Those of the encoder or decoder inside, which may be told what they are.
             own = {field: given for field, given in value.items() if field != "model_type"}
-            yield from _unknown_to(inner, own, code, f"{part}{name}.")
-        elif name not in known and not hasattr(default, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", code):
+            yield from _unknown_to(inner, own, code, f"{part}{name}.", values if whole is None else whole)
+        elif name in known or hasattr(default, name) or re.search(rf"config\.{name}\b|config, \"{name}\"", code):
+            continue
+        elif whole is None or not _told_otherwise(name, value, {**default.to_dict(), **values}, whole):
             yield part + name
+
+
+def _told_otherwise(name: str, value: Any, part: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Whether a part holds what published configurations repeat in it, though it is read under another name or elsewhere."""
+    if (read := _READ_AS.get(name)) is not None:
+        return bool(part.get(read) == value)
+    return name in _OF_GENERATION or (name in whole and whole[name] == value)

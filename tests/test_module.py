@@ -91,6 +91,15 @@ def test_what_is_no_folder_is_refused(place: str) -> None:
             {"model_type": "qwen3_vl", "vision_config": {"depth": "two"}},
             "refuses the configuration of 'qwen3_vl': .*'depth'.*'two'.*: correct it",
         ),
+        # What is read elsewhere may be repeated, and not contradicted.
+        (
+            {"model_type": "qwen3_vl", "text_config": {"tie_word_embeddings": True}},
+            "configuration of 'qwen3_vl' has no text_config.tie_word_embeddings: ",
+        ),
+        (
+            {"model_type": "qwen2_vl", "vision_config": {"in_chans": 3, "spatial_patch_size": 16}},
+            "configuration of 'qwen2_vl' has no vision_config.spatial_patch_size: ",
+        ),
         ({**tiny_config("llama"), "hidden_size": 9, "num_attention_heads": 2}, "refuses the configuration of 'llama': .*9"),
         ({**tiny_config("qwen3_moe"), "output_router_logits": True}, "output_router_logits=True.*no router loss"),
     ],
@@ -100,12 +109,29 @@ def test_bad_configurations_are_refused(config: dict[str, Any], message: str) ->
         built(config)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma3n", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"])
 def test_a_configuration_that_transformers_saves_has_no_unknown_name(kind: str) -> None:
     saved = CONFIG_MAPPING[kind]().to_dict()
     del saved["model_type"]
     assert len(saved) > 5
     assert list(_unknown_names(CONFIG_MAPPING[kind], saved)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "published"),
+    [
+        ("qwen2_vl", {"vision_config": {"embed_dim": 64, "in_chans": 3, "patch_size": 16, "spatial_patch_size": 16}}),
+        (
+            "qwen3_vl",
+            {"tie_word_embeddings": True, "text_config": {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}},
+        ),
+    ],
+)
+def test_parts_of_published_configurations_repeat_what_is_read_elsewhere(kind: str, published: dict[str, Any]) -> None:
+    known = CONFIG_MAPPING[kind]().to_dict()
+    parts = [(name, values) for name, values in published.items() if isinstance(values, dict)]
+    assert any(field not in known[name] for name, values in parts for field in values)
+    assert list(_unknown_names(CONFIG_MAPPING[kind], published)) == []
 
 
 @pytest.mark.parametrize(
