@@ -35,6 +35,9 @@ def warn_without_attention(trainer: pl.Trainer) -> None:
     if any(isinstance(callback, PackedAttention) for callback in callbacks):
         return
     module = trainer.lightning_module
+    # A Trainer may be shown the data before it has a module.
+    if module is None:
+        return
     names = dict.fromkeys(type(model).__name__ for model in _models(module) if not _has_own_attention(model))
     if names:
         rank_zero_warn(

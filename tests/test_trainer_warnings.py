@@ -157,6 +157,9 @@ def test_looking_at_rows_without_a_trainer_tells_nothing(data: Path) -> None:
     given.setup("fit")
     assert next(iter(given.train_dataloader())).width
     assert next(iter(given.val_dataloader())).width
+    # One that has no module yet.
+    given.trainer = quiet_trainer()
+    assert next(iter(given.val_dataloader())).width
     given.teardown("fit")
 
 
