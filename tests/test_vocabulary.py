@@ -2,12 +2,13 @@
 
 import pickle
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_pack import PackingPolicy, ParallelLayout
+from lightning_pack import BatchFields, PackingPolicy, ParallelLayout
 from lightning_pack.attention.vocabulary import embedded_ids, require_embeddings
 from lightning_pack.callbacks import PackedAttention
 from lightning_pack.collated import pack_collated
@@ -92,6 +93,31 @@ def test_the_largest_id_is_known_without_a_wait_for_the_device() -> None:
     parts = [ContextSlice.of(unknown(96), layout=CUT, rank=rank) for rank in (0, 1)]
     assert sorted(int(part.input_ids.max()) == 96 for part in parts) == [False, True]
     assert {part.largest_id for part in parts} == {96}
+
+
+def test_what_stands_for_media_may_lie_beyond_the_table() -> None:
+    class Fused(Plain):
+        """Puts features of its own in the places of an id that its model does not embed."""
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            features = batch.media["features"] if isinstance(batch, PackedBatch) else batch["features"]
+            given = {name: batch[name] for name in batch.keys() if name not in ("input_ids", "features")}  # noqa: SIM118
+            places = batch["input_ids"] == 96
+            vectors = self.model.get_input_embeddings()(batch["input_ids"].masked_fill(places, 0))
+            vectors[places] = features
+            return self.model(inputs_embeds=vectors, **given).logits
+
+    row = unknown(96)
+    row.media = {"features": torch.ones(1, 32)}
+    ids = torch.tensor([[5, 6, 7, 8], [9, 96, 0, 0]])
+    padded = {"input_ids": ids, "attention_mask": (ids > 0).long(), "features": torch.ones(1, 32)}
+    in_place = PackedAttention(
+        policy=PackingPolicy(64), fields=BatchFields(media=("features",)), monitor=False, token_normalization=False
+    )
+    for callback, batch, width in ((alone(), row, row.width), (in_place, padded, 6)):
+        module = Fused(tiny_model("llama", vocab_size=96))
+        (found,) = quiet_trainer(callbacks=[callback]).predict(module, Rows(batch))
+        assert found.shape == (1, width, 96)
 
 
 def test_not_every_model_is_given_the_ids() -> None:

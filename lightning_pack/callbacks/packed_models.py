@@ -16,6 +16,7 @@ from lightning_pack.attention.positions import require_positions
 from lightning_pack.attention.vocabulary import embedded_ids, require_embeddings
 from lightning_pack.callbacks.context import ContextParallel, RowCutter
 from lightning_pack.callbacks.media_parameters import MediaParameters
+from lightning_pack.collated.row import CollatedRow
 from lightning_pack.context import ContextSlice
 from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.encoders.vision_checks import check_model
@@ -155,7 +156,8 @@ class PackedModels:
                     f"{type(found_now).__name__} was put into {type(pl_module).__name__} after the run had begun, so nothing "
                     "keeps the sources of a packed row apart in it: assign models in __init__ or configure_model"
                 )
-        if self._embedded is not None:
+        # What stands for media is no token, and a module of one's own puts features in its place.
+        if self._embedded is not None and not (packed.media or (isinstance(packed, CollatedRow) and packed.with_media)):
             names = " and ".join(dict.fromkeys(type(model.model).__name__ for model in self._active))
             require_embeddings(packed, most=self._embedded, model=names)
         for model in self._active:

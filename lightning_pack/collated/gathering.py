@@ -43,7 +43,7 @@ def gather_row(packs: Iterable[Pack], contents: Contents, *, places: list[int], 
         setattr(row, name, _labels(read, getattr(row, name)))
     row.loss_mask = row.shift_labels != IGNORE
     row.position_ids = _positions(read.get("position_ids"), index, text=row.position_ids)
-    row.places = places
+    row.places, row.with_media = places, bool(contents.media)
     row.extras = dict(contents.others) | contents.media
     row.extras |= {name: _along(tensor, index) for name, tensor in contents.tokens.items()}
     changed = places != list(range(contents.rows))

@@ -16,6 +16,8 @@ class CollatedRow(PackedBatch):
     places: list[int] = field(default_factory=list)
     #: Whether the batch had labels; a row of one without has no targets.
     labelled: bool = True
+    #: Whether it had media, for which some of its ids may stand.
+    with_media: bool = False
     #: Rows of the padded batch, those left out included; None for a flattened one.
     rows: int | None = None
     #: Further entries of the batch: tensors along the tokens ``[1, T, ...]``, those of sources in the order of the row, media.
