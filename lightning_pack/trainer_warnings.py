@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from transformers import AttentionInterface, PreTrainedModel
 
-from lightning_pack.attention.inspection import ModelRefusedError, find_models
+# Code of models takes a while to import, and a datamodule is also used without any.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class BoundariesWarning(UserWarning):
@@ -50,6 +51,8 @@ def warn_without_attention(trainer: pl.Trainer) -> None:
 
 
 def _models(module: pl.LightningModule) -> list[PreTrainedModel]:
+    from lightning_pack.attention.inspection import ModelRefusedError, find_models
+
     try:
         return find_models(module)
     except ModelRefusedError:
@@ -57,6 +60,8 @@ def _models(module: pl.LightningModule) -> list[PreTrainedModel]:
 
 
 def _has_own_attention(model: PreTrainedModel) -> bool:
+    from transformers import AttentionInterface
+
     function: Any = AttentionInterface().get(model.config.get_text_config()._attn_implementation)
     home = getattr(getattr(function, "func", function), "__module__", None)
     return isinstance(home, str) and home.partition(".")[0] != "transformers"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -161,6 +163,12 @@ def test_looking_at_rows_without_a_trainer_tells_nothing(data: Path) -> None:
     given.trainer = quiet_trainer()
     assert next(iter(given.val_dataloader())).width
     given.teardown("fit")
+
+
+def test_a_datamodule_brings_no_code_of_models_along() -> None:
+    code = "import sys, lightning_pack.datamodule; print('transformers.modeling_utils' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=200)
+    assert found.stdout.split() == ["False"]
 
 
 # --- a fit that nothing ends -------------------------------------------------------------------------------------------------
