@@ -35,6 +35,8 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         self._saved: Any = None
         self._went_on = False
         self._told = False
+        #: Whether this fit has saved a checkpoint.
+        self._saves = False
         #: Whose hook is wrapped, and its own attribute of that name, if it had one.
         self._watched: tuple[Any, Any] | None = None
 
@@ -45,7 +47,7 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._saved, self._went_on, self._told = None, False, False
+        self._saved, self._went_on, self._told, self._saves = None, False, False, False
         self._goes_on = trainer is self._fits and trainer.global_step > 0
         self._fits = trainer
         source = trainer.fit_loop._data_source
@@ -115,6 +117,7 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
     def state_dict(self) -> dict[str, Any]:
         """The position of every rank; nothing where the loader does not tell its own. Collective."""
         super().state_dict()
+        self._saves = True
         loader = self.loader.loader
         if loader is None or not loader.stateful:
             return {}
@@ -126,7 +129,12 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._saved = checkpoint.get("callbacks", {}).get(self.state_key, {})
-        if self.active:
+        loader = self.loader.loader
+        if loader is not None and not loader.stateful and self._saves and _is_untrained(checkpoint):
+            # Nobody resumes: Lightning goes back to what this fit saved at its beginning, having tried a learning rate out.
+            self._went_on = True
+            self.start_over(None)
+        elif self.active:
             self._go_on()
         else:
             # The hook that makes the loader is called later.
@@ -235,3 +243,11 @@ class LoaderProgress(TrainingProgress[LoaderSlot]):
         if stage == "fit":
             self._unwatch()
             self.loader.stop()
+
+
+def _is_untrained(checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint was saved before the first batch."""
+    progress: Any = checkpoint
+    for name in ("loops", "fit_loop", "epoch_loop.batch_progress", "total"):
+        progress = progress.get(name, {})
+    return bool(progress.get("ready") == 0)

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -485,6 +486,34 @@ def test_a_loader_serves_others_when_the_fit_is_over() -> None:
     with pytest.raises(ArithmeticError):
         quiet_trainer(callbacks=[PackedAttention(monitor=False)], max_steps=4).fit(Failing(), rows)
     assert len(by_key(list(rows))) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", [torchdata.StatefulDataLoader, DataLoader])
+def test_a_search_for_the_learning_rate_takes_no_rows_away(
+    kind: type[DataLoader[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def made() -> Any:
+        return pack_loader(kind(Samples(LENGTHS), batch_size=4, collate_fn=collate), POLICY)
+
+    def trainer(*more: Any) -> Any:
+        return quiet_trainer(callbacks=[PackedAttention(monitor=False), *more], max_epochs=1)
+
+    def module() -> Tiny:
+        found = Tiny()
+        found.lr = 0.1  # type: ignore[assignment]  # which the search needs
+        return found
+
+    whole, before, within, rows = module(), module(), module(), made()
+    trainer().fit(whole, made())
+    searching = trainer()
+    Tuner(searching).lr_find(before, rows, num_training=3)
+    assert len(before.seen) == 3
+    searching.fit(before, rows)
+    trainer(LearningRateFinder(num_training_steps=3)).fit(within, made())
+    assert before.seen[3:] == within.seen[3:] == whole.seen
+    assert len(whole.seen) > 3
 
 
 def test_one_loader_for_training_and_validation_is_refused() -> None:
