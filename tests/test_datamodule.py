@@ -141,6 +141,14 @@ def test_a_dataset_without_a_usable_source_ends_the_run(tmp_path: Path, monkeypa
         match=r"sources in a row cannot be trained on \(\d+ overlength; the last is 'train[^']*' of \d+ tokens\): check",
     ):
         next(iter(data.train_dataloader()))
+    with pytest.raises(
+        ValueError,
+        match=r"no row to train on in this pass over the data: all 9 sources that this one has read are left out: raise the "
+        r"policy's capacity, or let overlength='truncate' cut what is longer; left out: train\d+ \(overlength\)",
+    ):
+        run(Options(data=data.path, epochs=1, trainer={"max_epochs": 1}))
+    # Which is a way out.
+    assert run(Options(data=data.path, epochs=1, policy={"overlength": "truncate"}, trainer={"max_epochs": 1})).trained
     data.setup("validate")
     with pytest.warns(UserWarning, match="no source of the pass is usable: 9 are left out"):
         assert list(data._pass("train")) == []

@@ -163,15 +163,26 @@ class ExactLoader(TrackedLoader[Standing]):
             f"reads its own share: {way_out}, or give more data"
         )
 
+    def _nothing_usable(self, orphans: Sequence[LeftOut]) -> str:
+        """What to do where all that a rank reads is left out, however many samples there are."""
+        way_out = "correct the data"
+        if any(gone.reason == "overlength" for gone in orphans):
+            way_out = "raise the policy's capacity"
+            if not getattr(self.options.encoder, "has_media", False):
+                way_out += ", or let overlength='truncate' cut what is longer"
+        return f"all {many(len(orphans), 'source')} that this one has read are left out: {way_out}"
+
     def _pass(self) -> Iterator[Fetched[Standing]]:
         """The rest of a pass: as many rows as every rank has, the last of them with what is left over."""
         epoch = self._reached.epoch
         reader = self._open(epoch)
         held = reader.read()
         if not self._everyone(held is not None):
+            orphans = reader.take_orphans()
             raise ValueError(
-                f"a data-parallel rank has no row to train on in this pass over the data: {self._spread()}"
-                + _listed(reader.take_orphans())
+                "a data-parallel rank has no row to train on in this pass over the data: "
+                + (self._spread() if held is not None or not orphans else self._nothing_usable(orphans))
+                + _listed(orphans)
             )
         assert held is not None
         while True:
