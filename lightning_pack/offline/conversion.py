@@ -124,7 +124,7 @@ def convert(
         pad_id=pad_id,
         splits={},
     )
-    policy = global_policy(**{"capacity": 1 << 40} | packing)
+    policy = global_policy(**{"capacity": 1 << 30} | packing)
     place = Workplace(out)
     with place.held():
         found = check_destination(out, overwrite=overwrite)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_pack.energon import StreamOptions
 
 #: A capacity that no source exceeds, so that all are measured whole.
-_UNBOUNDED = 1 << 40
+_UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
