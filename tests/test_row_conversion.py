@@ -78,6 +78,10 @@ def test_megatron_bridge_rows(tmp_path: Path, form: str) -> None:
     assert not convert(file, tmp_path / "rows", multiple=4).fresh
     with pytest.raises(ValueError, match=r"packing\.multiple: 4 there, 1 asked for"):
         convert(file, tmp_path / "rows")
+    # One that is no power of two.
+    assert convert(file, tmp_path / "sixes", multiple=6).manifest.packing["capacity"] == 12
+    with pytest.raises(ValueError, match="multiple=0: a whole number of at least 1"):
+        convert(file, tmp_path / "none", multiple=0)
 
 
 def test_what_the_other_system_feeds_is_what_is_trained_here(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ _SUFFIXES = {
     ".pt": "collated",
 }
 _ROWS_PER_SHARD = 512
+#: Tokens that no row exceeds.
+_UNBOUNDED = 1 << 30
 #: What is to be known of formats that store no real lengths.
 PADS_COUNT = (
     "pads that were put into a source before it was packed cannot be told from its tokens in this format (ids are never looked "
@@ -124,7 +126,9 @@ def convert(
         pad_id=pad_id,
         splits={},
     )
-    policy = global_policy(**{"capacity": 1 << 30} | packing)
+    # What is no multiple is refused there.
+    step = multiple if isinstance(multiple, int) and multiple > 0 else 1
+    policy = global_policy(**{"capacity": _UNBOUNDED // step * step} | packing)
     place = Workplace(out)
     with place.held():
         found = check_destination(out, overwrite=overwrite)
