@@ -47,6 +47,15 @@ def loggers_as_they_were() -> Iterator[None]:
 VECTORS = Path(__file__).parent / "vectors"
 
 
+def sweep_seed() -> int:
+    """Of the sample of ways to stop and resume."""
+    return int(os.environ.get("SWEEP_SEED", "0"))
+
+
+def pytest_report_header() -> str:
+    return f"SWEEP_SEED={sweep_seed()}"
+
+
 def vectors(name: str) -> dict[str, Any]:
     return json.loads((VECTORS / f"{name}.json").read_text())
 

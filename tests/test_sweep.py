@@ -13,14 +13,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from tests.conftest import faulty_records
+from tests.conftest import faulty_records, sweep_seed
 from tests.numbers_data import records_of, write_webdataset
 from tests.sweep import AXES, Case, Plan, StoppedError, fit, left_out, matrix, sample, sweep
 
 
 @pytest.fixture
 def seed() -> int:
-    return int(os.environ.get("SWEEP_SEED", "0"))
+    return sweep_seed()
 
 
 @pytest.mark.slow
