@@ -10,6 +10,7 @@ import torch
 from lightning_pack.energon.fields import count, damaged, shown, torch_random
 from lightning_pack.energon.fingerprint import changed_files, same_index
 from lightning_pack.energon.state import from_plain
+from lightning_pack.flat_settings import flat
 from lightning_pack.topology import RANKS, WORKERS, Topology, many, topology
 
 #: Version of the datamodule's state in a checkpoint.
@@ -34,19 +35,6 @@ def no_position(path: object, datamodule: type) -> str:
         f"the checkpoint {str(path)!r} holds no position in the data for {datamodule.__qualname__}: it was saved by another "
         f"datamodule, or by a subclass of this one, which keeps it under its own name. {RESTART} {NEW_RUN}"
     )
-
-
-def flat(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, so that a difference names just what differs.
-
-    >>> flat({"packing": {"capacity": 8}, "seed": 0})
-    {'packing.capacity': 8, 'seed': 0}
-    """
-    result: dict[str, Any] = {}
-    for name, value in settings.items():
-        inner = flat(value, prefix=f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        result |= inner
-    return result
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

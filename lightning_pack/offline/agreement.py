@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning_pack.encoders import Encoder, tokenizer_fingerprint
 from lightning_pack.encoders.image_processor import image_processor_fingerprint
+from lightning_pack.flat_settings import flat
 from lightning_pack.offline.manifest import DECIDE_MEDIA_ROWS, DECIDE_ROWS, Manifest, ManifestError
 from lightning_pack.offline.replay import ReplayPolicy
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.prepare.result import flat
 
 #: Of a datamodule that is given no policy.
 DEFAULT_CAPACITY = 2048

@@ -10,10 +10,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_pack.flat_settings import flat
 from lightning_pack.location import is_remote, location
 from lightning_pack.offline.split_statistics import SplitStatistics
 from lightning_pack.policy import PackingPolicy
-from lightning_pack.prepare.result import flat
 
 #: File that only a complete folder of rows holds, what it says of its kind, and the version of its content.
 #: Rows with media have a version of their own, which those that know of tokens alone refuse.

@@ -11,9 +11,9 @@ from lightning_pack.encoders.image_processor import image_processor_fingerprint
 from lightning_pack.encoders.image_reader import ImageReader
 from lightning_pack.encoders.vision_checks import check_image_processor, known_token
 from lightning_pack.energon.storage import local_folder
+from lightning_pack.flat_settings import flat
 from lightning_pack.media import MediaStore
 from lightning_pack.offline.manifest import Manifest, ManifestError
-from lightning_pack.prepare.result import flat
 
 #: Of encoders whose images need no more than family, image processor and placeholder.
 _VISION_CHAT = "vision_chat"

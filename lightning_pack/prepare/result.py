@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pack.encoders import Encoder, LeaveOut
+from lightning_pack.flat_settings import flat
 from lightning_pack.location import is_remote, location
 
 #: File that only a finished dataset holds, and the version of its content.
@@ -257,16 +258,3 @@ def refuse_foreign(out: str, found: Collection[str], *, marks: Sequence[str] = (
     foreign = sorted(set(found) - shards - {*marks, ".nv-meta", "tokenizer"})
     if foreign:
         raise ValueError(f"{out} holds {', '.join(foreign)} besides the dataset: move that away, or choose another folder")
-
-
-def flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options under dotted names.
-
-    Example:
-        >>> flat({"shards": 8, "tokenizer": {"vocab_size": 512}})
-        {'shards': 8, 'tokenizer.vocab_size': 512}
-    """
-    items: dict[str, Any] = {}
-    for name, value in options.items():
-        items.update(flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value})
-    return items
